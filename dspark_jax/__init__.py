@@ -1,0 +1,1 @@
+"""DSpark in JAX: speculative decoding with a parallel drafter, a light sequential head and confidence-scheduled verification."""

@@ -1,0 +1,447 @@
+"""Decoding in rounds: draft, decide how many drafts to verify, verify, commit. Pure functions over `DecodeState`.
+
+Invariants between rounds, for every request: `length` tokens are committed; the last of them, the anchor, has been run through
+neither model and is in no cache; the target's cache and the drafter's state hold exactly the `length - 1` positions before it.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from dspark_jax.protocols import (
+    Committed,
+    DraftBlock,
+    Drafter,
+    FlatTokens,
+    SurvivalModel,
+    Target,
+    TargetHead,
+    Verdict,
+    VerifyPolicy,
+    flatten_rounds,
+)
+from dspark_jax.sampling import Noise, Sampling, draw, logit_floor
+from dspark_jax.typing import Array, Bool, Float, Int, Params, UInt32
+from dspark_jax.verify import verify_tokens
+from pallas_kernels.noise import Stream, seed_key
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodePlan:
+    """Who decodes, and how: everything about a decoding run that is static under jit.
+
+    Attributes:
+      target: the model whose law the output has.
+      drafter: None for plain decoding, one token a round.
+      policy: how many drafts are verified; only read where there is a drafter.
+      survival: turns the drafter's confidence into the survival that the policy reads.
+      ladder: ascending numbers N of flat tokens that a verification may run on; None for R x (G + 1) alone.
+    """
+
+    target: Target
+    drafter: Drafter | None = None
+    policy: VerifyPolicy | None = None
+    survival: SurvivalModel | None = None
+    ladder: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.drafter is not None and (self.policy is None or self.survival is None):
+            raise ValueError("policy or survival is None; a plan with a drafter needs both")
+        if self.ladder is not None and (not self.ladder or min(self.ladder) < 1 or list(self.ladder) != sorted(set(self.ladder))):
+            raise ValueError(f"ladder is {self.ladder}; it must be ascending positive token counts, or None")
+
+    @property
+    def block_size(self) -> int:
+        """G; 0 for plain decoding."""
+        return 0 if self.drafter is None else self.drafter.block_size
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return () if self.drafter is None else self.drafter.taps
+
+    def buckets(self, num_rows: int) -> tuple[int, ...]:
+        """The ladder for `num_rows` requests.
+
+        Raises:
+          ValueError: where its largest bucket is too small for all requests with all drafts.
+        """
+        most = num_rows * (self.block_size + 1)
+        if self.ladder is None:
+            return (most,)
+        if self.ladder[-1] < most:
+            raise ValueError(
+                f"ladder is {self.ladder}; its last bucket must hold {num_rows} requests x (1 + {self.block_size} drafts) = {most}"
+            )
+        return self.ladder
+
+
+@struct.dataclass
+class DecodeParams:
+    """Parameters of a run. `draft_head` is the target's head restricted to the draft vocabulary; `drafter` is empty without one."""
+
+    target: Params
+    head: TargetHead
+    drafter: Params
+    draft_head: TargetHead
+
+    @classmethod
+    def of(
+        cls, target: Target, target_params: Params, drafter_params: Params | None = None, draft_ids: Int[Array, "Vd"] | None = None
+    ) -> "DecodeParams":
+        """Collect the parameters and cut the head to `draft_ids`."""
+        head = target.head(target_params)
+        return cls(target_params, head, {} if drafter_params is None else drafter_params, head.restrict(draft_ids))
+
+
+@struct.dataclass
+class DecodeState:
+    """Attributes:
+
+    ids: committed tokens (prompt and answer) from position 0 on; what lies beyond `length` means nothing.
+    length: committed tokens, the anchor counted.
+    prompt_length: tokens of the prompt.
+    limit: length at which the token budget is used up.
+    stop_ids: tokens that end the request, padded with -1.
+    finished: the request ended by a stop token or its budget; it takes no part in further rounds.
+    request_id, round: what the request's random bits are made from; the round counter is the request's own.
+    seed: key of the run's seed.
+    """
+
+    ids: Int[Array, "R T"]
+    length: Int[Array, "R"]
+    prompt_length: Int[Array, "R"]
+    limit: Int[Array, "R"]
+    stop_ids: Int[Array, "R K"]
+    finished: Bool[Array, "R"]
+    request_id: Int[Array, "R"]
+    round: Int[Array, "R"]
+    seed: UInt32[Array, "2"]
+    sampling: Sampling
+    target_cache: Any
+    drafter_state: Any
+
+
+@struct.dataclass
+class RoundStats:
+    """What happened in one round. `emitted` counts tokens after stop and budget cuts; `cut` marks rounds that these shortened."""
+
+    active: Bool[Array, "R"]
+    anchor: Int[Array, "R"]
+    drafts: Int[Array, "R G"]
+    confidence_logits: Float[Array, "R G"]
+    verified: Int[Array, "R"]
+    num_accepted: Int[Array, "R"]
+    next_id: Int[Array, "R"]
+    emitted: Int[Array, "R"]
+    cut: Bool[Array, "R"]
+
+
+@struct.dataclass
+class Tally:
+    """Sums over rounds, per request. Rounds cut short by a stop token or the budget are counted apart.
+
+    Accepted length = emitted / rounds. Conditional acceptance at k = accepted[k] / reached[k].
+
+    Attributes:
+      reached: rounds whose verified length is at least k and that accepted the k - 1 drafts before.
+      accepted: those of them that accepted draft k as well.
+      verified: drafts sent to the target.
+    """
+
+    rounds: Int[Array, "R"]
+    emitted: Int[Array, "R"]
+    cut_rounds: Int[Array, "R"]
+    cut_emitted: Int[Array, "R"]
+    verified: Int[Array, "R"]
+    reached: Int[Array, "R G"]
+    accepted: Int[Array, "R G"]
+
+    @classmethod
+    def zeros(cls, num_rows: int, block_size: int) -> "Tally":
+        row, block = jnp.zeros((num_rows,), jnp.int32), jnp.zeros((num_rows, block_size), jnp.int32)
+        return cls(row, row, row, row, row, block, block)
+
+    def add(self, stats: RoundStats) -> "Tally":
+        """The sums with one more round."""
+        whole = stats.active & ~stats.cut
+        place = jnp.arange(stats.drafts.shape[1], dtype=jnp.int32)
+        reached = whole[:, None] & (place < stats.verified[:, None]) & (place <= stats.num_accepted[:, None])
+        return Tally(
+            rounds=self.rounds + whole,
+            emitted=self.emitted + jnp.where(whole, stats.emitted, 0),
+            cut_rounds=self.cut_rounds + stats.cut,
+            cut_emitted=self.cut_emitted + jnp.where(stats.cut, stats.emitted, 0),
+            verified=self.verified + jnp.where(stats.active, stats.verified, 0),
+            reached=self.reached + reached,
+            accepted=self.accepted + (reached & (place < stats.num_accepted[:, None])),
+        )
+
+
+def start(
+    plan: DecodePlan,
+    params: DecodeParams,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int | Sequence[int],
+    sampling: Sampling | None = None,
+    stop_ids: Sequence[int] = (),
+    seed: int = 0,
+    request_ids: Sequence[int] | None = None,
+    max_len: int | None = None,
+    prefill_chunk: int = 256,
+    cache_dtype: Any = jnp.float32,
+) -> DecodeState:
+    """Prefill a batch of prompts of any lengths and draw the first token of each.
+
+    Args:
+      max_new_tokens: token budget, one for all or per request.
+      stop_ids: a request ends with the first of these (kept in its output).
+      request_ids: name each request's random bits; 0, 1, ... where absent. Several samples of one prompt need distinct ones.
+      max_len: T, positions that the caches hold; the longest prompt with its budget where absent.
+      prefill_chunk: prompt tokens per request that one forward pass of the prefill takes.
+
+    Raises:
+      ValueError: an empty prompt, a token or stop id outside the vocabulary, a budget below 1, a request that does not fit into
+        max_len, request ids that repeat.
+    """
+    num_rows, vocab_size = len(prompts), plan.target.spec.vocab_size
+    budgets = np.broadcast_to(np.asarray(max_new_tokens, np.int32), (num_rows,))
+    lengths = np.asarray([len(prompt) for prompt in prompts], np.int32)
+    if num_rows == 0 or lengths.min() < 1:
+        raise ValueError("prompts has no entry, or an empty one; every request needs at least one token")
+    if budgets.min() < 1:
+        raise ValueError(f"max_new_tokens is {budgets.min()}; it must be at least 1")
+    _check_ids("prompts", [token for prompt in prompts for token in prompt], vocab_size)
+    _check_ids("stop_ids", stop_ids, vocab_size)
+    slots = int((lengths + budgets).max()) if max_len is None else max_len
+    if int((lengths + budgets).max()) > slots:
+        row = int((lengths + budgets).argmax())
+        need = f"{lengths[row]} prompt tokens + a budget of {budgets[row]} = {lengths[row] + budgets[row]}"
+        raise ValueError(f"max_len is {slots}; request {row} needs {need}")
+    names = list(range(num_rows)) if request_ids is None else list(request_ids)
+    if len(names) != num_rows or len(set(names)) != num_rows:
+        raise ValueError(f"request_ids is {names}; allowed are {num_rows} distinct ids")
+    ids = np.zeros((num_rows, slots), np.int32)
+    for row, prompt in enumerate(prompts):
+        ids[row, : len(prompt)] = prompt
+    stops = np.broadcast_to(np.asarray(list(stop_ids) or [-1], np.int32), (num_rows, max(len(stop_ids), 1)))
+    chunk = min(prefill_chunk, int(lengths.max()))
+    state = DecodeState(
+        ids=jnp.asarray(ids),
+        length=jnp.asarray(lengths),
+        prompt_length=jnp.asarray(lengths),
+        limit=jnp.asarray(lengths + budgets),
+        stop_ids=jnp.asarray(stops),
+        finished=jnp.zeros((num_rows,), bool),
+        request_id=jnp.asarray(names, jnp.int32),
+        round=jnp.zeros((num_rows,), jnp.int32),
+        seed=seed_key(seed),
+        sampling=Sampling.make(num_rows) if sampling is None else sampling,
+        target_cache=plan.target.init_cache(num_rows, slots, dtype=cache_dtype),
+        drafter_state=None if plan.drafter is None else plan.drafter.init_state(num_rows, slots, dtype=cache_dtype),
+    )
+    return prefill(plan, params, state, chunk, -(-int(lengths.max()) // chunk))
+
+
+def _check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
+    wrong = [token for token in ids if not 0 <= token < vocab_size]
+    if wrong:
+        raise ValueError(f"{field} holds {wrong[0]}; token ids of this target lie in 0..{vocab_size - 1}")
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3, 4), donate_argnums=2)
+def prefill(plan: DecodePlan, params: DecodeParams, state: DecodeState, chunk: int, num_chunks: int) -> DecodeState:
+    """Run both models over the prompts in `num_chunks` chunks of `chunk` tokens, and draw the first token of every request.
+
+    The last prompt position is committed to the drafter once the token behind it is known.
+    """
+    num_rows, num_slots = state.ids.shape
+    rows = jnp.arange(num_rows, dtype=jnp.int32)
+    width = plan.target.spec.width
+    dtype = params.head.embedding.dtype
+
+    def run_chunk(index: Array, carry: tuple) -> tuple:
+        target_cache, drafter_state, last_hidden, last_features = carry
+        start = jnp.broadcast_to(index * chunk, (num_rows,)).astype(jnp.int32)
+        place = start[:, None] + jnp.arange(chunk, dtype=jnp.int32)
+        count = jnp.clip(state.prompt_length - start, 0, chunk)
+        ids = state.ids[rows[:, None], jnp.minimum(place, num_slots - 1)]
+        tokens = FlatTokens.grid(ids, start, count)
+        hidden, features, target_cache = plan.target.forward(params.target, target_cache, tokens, plan.taps)
+        hidden, features = hidden.reshape(num_rows, chunk, -1), features.reshape(num_rows, chunk, -1)
+        if plan.drafter is not None:
+            committed = Committed(
+                next_ids=state.ids[rows[:, None], jnp.minimum(place + 1, num_slots - 1)],
+                hidden=hidden,
+                features=features,
+                count=jnp.clip(state.prompt_length - 1 - start, 0, chunk),
+            )
+            drafter_state = plan.drafter.commit(params.drafter, params.draft_head, drafter_state, committed)
+        last = state.prompt_length - 1 - start
+        here = ((last >= 0) & (last < chunk))[:, None]
+        last = jnp.clip(last, 0, chunk - 1)
+        last_hidden = jnp.where(here, hidden[rows, last], last_hidden)
+        last_features = jnp.where(here, features[rows, last], last_features)
+        return target_cache, drafter_state, last_hidden, last_features
+
+    carry = (
+        state.target_cache,
+        state.drafter_state,
+        jnp.zeros((num_rows, width), dtype),
+        jnp.zeros((num_rows, width * len(plan.taps)), dtype),
+    )
+    target_cache, drafter_state, last_hidden, last_features = jax.lax.fori_loop(0, num_chunks, run_chunk, carry)
+
+    noise = Noise.of_round(state.seed, state.request_id, state.round)
+    first = _draw_next(params.head.logits(last_hidden), state.sampling, noise)
+    if plan.drafter is not None:
+        committed = Committed(first[:, None], last_hidden[:, None], last_features[:, None], jnp.ones((num_rows,), jnp.int32))
+        drafter_state = plan.drafter.commit(params.drafter, params.draft_head, drafter_state, committed)
+    length = state.prompt_length + 1
+    return dataclasses.replace(
+        state,
+        ids=state.ids.at[rows, state.prompt_length].set(first),
+        length=length,
+        finished=(first[:, None] == state.stop_ids).any(axis=1) | (length >= state.limit),
+        round=state.round + 1,
+        target_cache=target_cache,
+        drafter_state=drafter_state,
+    )
+
+
+def _draw_next(logits: Float[Array, "R V"], sampling: Sampling, noise: Noise) -> Int[Array, "R"]:
+    """A token from the target's own distribution: the first one of a request, and every one of plain decoding."""
+    return draw(
+        logits,
+        logit_floor(logits, sampling),
+        sampling.temperature,
+        noise.key,
+        jnp.zeros(logits.shape[:1], jnp.int32),
+        tile_stream=Stream.RESIDUAL_TILE,
+        id_stream=Stream.RESIDUAL_ID,
+    ).ids
+
+
+def _empty_block(num_rows: int) -> DraftBlock:
+    nothing = jnp.zeros((num_rows, 0), jnp.float32)
+    return DraftBlock(jnp.zeros((num_rows, 0), jnp.int32), nothing, nothing, nothing, nothing, None)
+
+
+def _verify_bucket(
+    plan: DecodePlan, params: DecodeParams, state: DecodeState, block: DraftBlock, lengths: Array, noise: Noise, bucket: int
+) -> tuple[Verdict, Array, Array, Any]:
+    """The target's pass over `bucket` flat tokens, and the verdict; hidden states and features come back by request."""
+    num_rows = state.length.shape[0]
+    rows = jnp.arange(num_rows, dtype=jnp.int32)
+    active = ~state.finished
+    anchor = state.ids[rows, state.length - 1]
+    tokens, first = flatten_rounds(anchor, block.ids, state.length - 1, lengths, active, bucket)
+    with jax.named_scope("target_forward"):
+        hidden, features, cache = plan.target.forward(params.target, state.target_cache, tokens, plan.taps)
+    with jax.named_scope("target_logits"):
+        logits = params.head.logits(hidden)
+    if plan.block_size == 0:
+        next_id = _draw_next(logits[jnp.minimum(first, bucket - 1)], state.sampling, noise)
+        verdict = Verdict(num_accepted=jnp.zeros((num_rows,), jnp.int32), next_id=next_id)
+    else:
+        draft_ids = params.draft_head.draft_ids
+        verdict = verify_tokens(logits, tokens.row, first, block, lengths, state.sampling, noise, draft_ids)
+    index = jnp.minimum(first[:, None] + jnp.arange(plan.block_size + 1, dtype=jnp.int32), bucket - 1)
+    return verdict, hidden[index], features[index], cache
+
+
+def decode_round(plan: DecodePlan, params: DecodeParams, state: DecodeState, bucket: int | None = None) -> tuple[DecodeState, RoundStats]:
+    """One round of every request that is not finished; each of them emits at least one token.
+
+    Args:
+      bucket: flat tokens of the target's pass, chosen by the caller and large enough; None lets the program choose the smallest
+        bucket of the plan's ladder on the device.
+    """
+    num_rows = state.length.shape[0]
+    rows = jnp.arange(num_rows, dtype=jnp.int32)
+    active = ~state.finished
+    anchor = state.ids[rows, state.length - 1]
+    noise = Noise.of_round(state.seed, state.request_id, state.round)
+    if plan.drafter is None or plan.policy is None or plan.survival is None:
+        block, lengths = _empty_block(num_rows), jnp.zeros((num_rows,), jnp.int32)
+    else:
+        block = plan.drafter.propose(params.drafter, params.draft_head, state.drafter_state, anchor, noise, state.sampling)
+        survival = plan.survival.survival(block, state.sampling.temperature)
+        lengths = plan.policy.lengths(survival, active, state.length, state.request_id)
+        # A draft that the budget would cut off again is not worth verifying; the budget was fixed before the round.
+        lengths = jnp.where(active, jnp.minimum(lengths, state.limit - state.length - 1), 0)
+
+    verify = functools.partial(_verify_bucket, plan, params, state, block, lengths, noise)
+    buckets = plan.buckets(num_rows) if bucket is None else (bucket,)
+    if len(buckets) == 1:
+        verdict, hidden, features, cache = verify(buckets[0])
+    else:
+        needed = jnp.where(active, 1 + lengths, 0).sum()
+        choice = jnp.searchsorted(jnp.asarray(buckets, jnp.int32), needed).astype(jnp.int32)
+        verdict, hidden, features, cache = jax.lax.switch(choice, [functools.partial(verify, size) for size in buckets])
+
+    place = jnp.arange(plan.block_size + 1, dtype=jnp.int32)
+    chain = jnp.concatenate([block.ids, jnp.zeros((num_rows, 1), jnp.int32)], axis=1)
+    chain = jnp.where(place == verdict.num_accepted[:, None], verdict.next_id[:, None], chain)
+    count = verdict.num_accepted + 1
+    is_stop = (chain[:, :, None] == state.stop_ids[:, None, :]).any(axis=-1) & (place < count[:, None])
+    stopped = is_stop.any(axis=1)
+    emitted = jnp.where(stopped, jnp.argmax(is_stop, axis=1).astype(jnp.int32) + 1, count)
+    emitted = jnp.where(active, jnp.minimum(emitted, state.limit - state.length), 0)
+    length = state.length + emitted
+    slot = jnp.where(place < emitted[:, None], state.length[:, None] + place, state.ids.shape[1])
+    drafter_state = state.drafter_state
+    if plan.drafter is not None:
+        drafter_state = plan.drafter.commit(params.drafter, params.draft_head, drafter_state, Committed(chain, hidden, features, emitted))
+    stats = RoundStats(
+        active=active,
+        anchor=anchor,
+        drafts=block.ids,
+        confidence_logits=jnp.zeros(block.ids.shape) if block.confidence_logits is None else block.confidence_logits,
+        verified=lengths,
+        num_accepted=jnp.where(active, verdict.num_accepted, 0),
+        next_id=verdict.next_id,
+        emitted=emitted,
+        cut=active & (emitted < count),
+    )
+    state = dataclasses.replace(
+        state,
+        ids=state.ids.at[rows[:, None], slot].set(chain, mode="drop"),
+        length=length,
+        finished=state.finished | stopped | (length >= state.limit),
+        round=state.round + active,
+        target_cache=plan.target.roll_back(cache, length - 1),
+        drafter_state=drafter_state,
+    )
+    return state, stats
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3), donate_argnums=2)
+def step(plan: DecodePlan, params: DecodeParams, state: DecodeState, bucket: int | None = None) -> tuple[DecodeState, RoundStats]:
+    """`decode_round`, compiled; the state's buffers are given up to the new one."""
+    return decode_round(plan, params, state, bucket)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def generate(plan: DecodePlan, params: DecodeParams, state: DecodeState) -> tuple[DecodeState, Tally]:
+    """Rounds until every request is finished, in one compiled loop."""
+
+    def body(carry: tuple[DecodeState, Tally]) -> tuple[DecodeState, Tally]:
+        state, tally = carry
+        state, stats = decode_round(plan, params, state)
+        return state, tally.add(stats)
+
+    tally = Tally.zeros(state.length.shape[0], plan.block_size)
+    return jax.lax.while_loop(lambda carry: ~carry[0].finished.all(), body, (state, tally))
+
+
+def answers(state: DecodeState) -> list[list[int]]:
+    """The tokens emitted so far for every request, the first one and a closing stop token included."""
+    ids, begins, ends = np.asarray(state.ids), np.asarray(state.prompt_length), np.asarray(state.length)
+    return [row[begin:end].tolist() for row, begin, end in zip(ids, begins, ends, strict=True)]

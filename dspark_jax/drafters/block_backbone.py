@@ -1,0 +1,255 @@
+"""The parallel backbone: one pass from [anchor, mask, mask, ...] and the target's tapped features to G hidden states.
+
+Features of the committed positions are projected once and become keys and values of every layer ("KV injection"); the block's
+own positions see them and each other, in both directions. Context rows are never updated by the layers.
+The block layout is anchor first: slot 0 holds the anchor and predicts the token behind it (REFERENCE_FACTS section 0, fact 1).
+"""
+
+import dataclasses
+
+import flax.linen as nn
+import jax.numpy as jnp
+from flax import struct
+
+from dspark_jax import kv_cache
+from dspark_jax.kv_cache import KVCache
+from dspark_jax.layers import MASKED, AttentionProjections, GatedMLP, Linear, RMSNorm, inverse_frequencies, rope_tables
+from dspark_jax.protocols import Committed, TrainBatch
+from dspark_jax.typing import Array, Bool, Float, Int, typed
+
+
+@dataclasses.dataclass(frozen=True)
+class BackboneConfig:
+    """Sizes of the backbone and its block. Defaults are the paper's (block 7, 5 layers).
+
+    Attributes:
+      block_size: G, tokens drafted a round.
+      mask_token_id: id whose embedding stands at every slot behind the anchor.
+      taps: decoder layers of the target whose outputs are injected, -1 for its embedding output.
+      num_target_layers: depth of the target that the taps count in.
+      round_rope_to_bf16: repeat the reference's rounding of the rotary frequencies in bf16 training (off: not copied).
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    mask_token_id: int
+    taps: tuple[int, ...]
+    num_target_layers: int
+    num_layers: int = 5
+    block_size: int = 7
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 1e6
+    attention_bias: bool = False
+    round_rope_to_bf16: bool = False
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1:
+            raise ValueError(f"block_size is {self.block_size}; a block drafts at least 1 token")
+        if not isinstance(self.mask_token_id, int) or not 0 <= self.mask_token_id < self.vocab_size:
+            raise ValueError(f"mask_token_id is {self.mask_token_id}; it must be a token id in 0..{self.vocab_size - 1}")
+        last = self.num_target_layers - 2
+        if not self.taps or any(not -1 <= tap <= last for tap in self.taps):
+            raise ValueError(
+                f"taps is {self.taps}; at least one, each in -1..{last} for a target of {self.num_target_layers} layers "
+                "(the last layer's output is already normed)"
+            )
+
+
+@struct.dataclass
+class BlockContext:
+    """Injected keys and values of one layer, and which of them each block may see."""
+
+    keys: Float[Array, "B K S E"]
+    values: Float[Array, "B K S E"]
+    mask: Bool[Array, "B A S"]
+
+
+@typed
+def attend_blocks(
+    queries: Float[Array, "B A G H E"],
+    keys: Float[Array, "B A G K E"],
+    values: Float[Array, "B A G K E"],
+    context: BlockContext,
+    keep: Bool[Array, "B A"],
+    scale: float,
+) -> Float[Array, "B A G H E"]:
+    """Attention of A blocks per row: each sees the context that its mask allows and its own block, never another block.
+
+    Nothing of shape [A x G, S + A x G] is built. Blocks that are not kept give 0.
+    """
+    batch, anchors, block, num_heads, head_dim = queries.shape
+    kv_heads = keys.shape[3]
+    grouped = queries.reshape(batch, anchors, block, kv_heads, num_heads // kv_heads, head_dim)
+    to_context = jnp.einsum("bagkqe,bkse->bkqags", grouped, context.keys, preferred_element_type=jnp.float32) * scale
+    to_block = jnp.einsum("bagkqe,bajke->bkqagj", grouped, keys, preferred_element_type=jnp.float32) * scale
+    allowed = context.mask[:, None, None, :, None, :]
+    to_context = jnp.where(allowed, to_context, MASKED)
+    peak = jnp.maximum(to_context.max(axis=-1, keepdims=True), to_block.max(axis=-1, keepdims=True))
+    from_context = jnp.where(allowed, jnp.exp(to_context - peak), 0.0)
+    from_block = jnp.exp(to_block - peak)
+    total = from_context.sum(axis=-1, keepdims=True) + from_block.sum(axis=-1, keepdims=True)
+    dtype = values.dtype
+    mixed = jnp.einsum("bkqags,bkse->bagkqe", (from_context / total).astype(dtype), context.values) + jnp.einsum(
+        "bkqagj,bajke->bagkqe", (from_block / total).astype(dtype), values
+    )
+    mixed = mixed.reshape(batch, anchors, block, num_heads, head_dim)
+    return jnp.where(keep[:, :, None, None, None], mixed, 0)
+
+
+class BlockLayer(nn.Module):
+    """One layer over blocks; context enters as keys and values alone."""
+
+    config: BackboneConfig
+
+    def setup(self) -> None:
+        config = self.config
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = AttentionProjections(
+            config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps, True, config.attention_bias
+        )
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
+
+    def __call__(
+        self,
+        x: Float[Array, "B A G D"],
+        cos: Float[Array, "B A G half"],
+        sin: Float[Array, "B A G half"],
+        context: BlockContext,
+        keep: Bool[Array, "B A"],
+    ) -> Float[Array, "B A G D"]:
+        normed = self.input_layernorm(x)
+        queries = self.self_attn.queries(normed, cos, sin)
+        keys, values = self.self_attn.keys_values(normed, cos, sin)
+        heads = attend_blocks(queries, keys, values, context, keep, self.config.head_dim**-0.5)
+        x = x + self.self_attn.output(heads)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class BlockBackbone(nn.Module):
+    """Features and block embeddings in, post-norm hidden states of the block out."""
+
+    config: BackboneConfig
+
+    def setup(self) -> None:
+        config = self.config
+        self.fc = Linear(len(config.taps) * config.hidden_size, config.hidden_size, "features", "embed")
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = [BlockLayer(config) for _ in range(config.num_layers)]
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def _rope(self, positions: Int[Array, "*batch"]) -> tuple[Array, Array]:
+        config = self.config
+        return rope_tables(positions, inverse_frequencies(config.head_dim, config.rope_theta, round_to_bf16=config.round_rope_to_bf16))
+
+    def inject(self, features: Float[Array, "*batch F"]) -> Float[Array, "*batch D"]:
+        """Context features c = norm(fc(features)); no layer norms them again."""
+        return self.hidden_norm(self.fc(features))
+
+    def context_keys_values(self, features: Float[Array, "*batch F"], positions: Int[Array, "*batch"]) -> list[tuple[Array, Array]]:
+        """Keys and values of committed positions, [*batch, K, E] for every layer."""
+        injected = self.inject(features)
+        cos, sin = self._rope(positions)
+        return [layer.self_attn.keys_values(injected, cos, sin) for layer in self.layers]
+
+    def hidden(
+        self,
+        embeddings: Float[Array, "B A G D"],
+        anchors: Int[Array, "B A"],
+        contexts: list[BlockContext],
+        keep: Bool[Array, "B A"],
+    ) -> Float[Array, "B A G D"]:
+        """Hidden states after the final norm; `anchors` are absolute positions."""
+        positions = anchors[..., None] + jnp.arange(embeddings.shape[2], dtype=jnp.int32)
+        cos, sin = self._rope(positions)
+        x = embeddings
+        for layer, context in zip(self.layers, contexts, strict=True):
+            x = layer(x, cos, sin, context, keep)
+        return self.norm(x)
+
+    def train_hidden(self, embeddings: Float[Array, "B A G D"], batch: TrainBatch) -> Float[Array, "B A G D"]:
+        """Hidden states of the blocks at all anchors of a batch; a block at anchor a sees features of positions below a."""
+        positions = jnp.broadcast_to(jnp.arange(batch.ids.shape[1], dtype=jnp.int32), batch.ids.shape)
+        mask = (positions[:, None, :] < batch.anchors[:, :, None]) & batch.keep[:, :, None]
+        contexts = [
+            BlockContext(keys.swapaxes(1, 2), values.swapaxes(1, 2), mask)
+            for keys, values in self.context_keys_values(batch.features, positions)
+        ]
+        return self.hidden(embeddings, batch.anchors, contexts, batch.keep)
+
+    def append_context(self, cache: KVCache, committed: Committed) -> KVCache:
+        """Add the committed positions' keys and values behind the cache's length."""
+        num_rows, width = committed.next_ids.shape
+        slot = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (num_rows, width))
+        position = cache.length[:, None] + slot
+        valid = slot < committed.count[:, None]
+        row = jnp.broadcast_to(jnp.arange(num_rows, dtype=jnp.int32)[:, None], (num_rows, width))
+        new = self.context_keys_values(committed.features, position)
+
+        def written(old: Array, flat: Array) -> Array:
+            return kv_cache.write(old, flat.reshape(-1, *flat.shape[2:]), row.reshape(-1), position.reshape(-1), valid.reshape(-1))
+
+        return KVCache(
+            keys=tuple(written(old, keys) for old, (keys, _) in zip(cache.keys, new, strict=True)),
+            values=tuple(written(old, values) for old, (_, values) in zip(cache.values, new, strict=True)),
+            length=cache.length + committed.count,
+        )
+
+    def cached_hidden(self, embeddings: Float[Array, "R G D"], cache: KVCache) -> Float[Array, "R G D"]:
+        """Hidden states of one block per request behind its cache. The block's own keys and values are not kept (FAULTS C1)."""
+        mask = jnp.arange(cache.num_slots, dtype=jnp.int32) < cache.length[:, None]
+        dtype = embeddings.dtype
+        contexts = [
+            BlockContext(keys.astype(dtype), values.astype(dtype), mask[:, None, :])
+            for keys, values in zip(cache.keys, cache.values, strict=True)
+        ]
+        keep = jnp.ones((embeddings.shape[0], 1), bool)
+        return self.hidden(embeddings[:, None], cache.length[:, None], contexts, keep)[:, 0]
+
+    def initialise(self, embeddings: Float[Array, "B A G D"], batch: TrainBatch) -> None:
+        """Reaches every parameter, for `init`."""
+        self.train_hidden(embeddings, batch)
+
+
+@struct.dataclass
+class BlockTargets:
+    """What the slots of every block of a batch are to predict (REFERENCE_FACTS section 2.4)."""
+
+    labels: Int[Array, "B A G"]
+    previous: Int[Array, "B A G"]
+    supervised: Bool[Array, "B A G"]
+    teacher_position: Int[Array, "B A G"]
+
+
+@typed
+def block_targets(batch: TrainBatch, block_size: int) -> BlockTargets:
+    """Slot k of the block at anchor a predicts token a + 1 + k from the true token before it.
+
+    Supervision of a block ends at its first label outside the answer or behind the sequence; the teacher's distribution of a
+    label stands one position before it.
+    """
+    length = batch.ids.shape[1]
+    place = batch.anchors[:, :, None] + 1 + jnp.arange(block_size, dtype=jnp.int32)
+    safe = jnp.where(batch.keep[:, :, None], jnp.minimum(place, length - 1), 0)
+    rows = jnp.arange(batch.ids.shape[0], dtype=jnp.int32)[:, None, None]
+    labels = batch.ids[rows, safe]
+    anchor_ids = batch.ids[rows[:, :, 0], batch.anchors]
+    answered = (place < length) & batch.loss_mask[rows, safe] & batch.keep[:, :, None]
+    return BlockTargets(
+        labels=labels,
+        previous=jnp.concatenate([anchor_ids[:, :, None], labels[:, :, :-1]], axis=-1),
+        supervised=jnp.cumprod(answered.astype(jnp.int32), axis=-1).astype(bool),
+        teacher_position=jnp.maximum(safe - 1, 0),
+    )
+
+
+@typed
+def block_ids(batch: TrainBatch, block_size: int, mask_token_id: int) -> Int[Array, "B A G"]:
+    """Token ids at the block's slots: the anchor (a mask where the block is not kept), then masks."""
+    rows = jnp.arange(batch.ids.shape[0], dtype=jnp.int32)[:, None]
+    anchor = jnp.where(batch.keep, batch.ids[rows, batch.anchors], mask_token_id)
+    return jnp.full((*anchor.shape, block_size), mask_token_id, batch.ids.dtype).at[:, :, 0].set(anchor)

@@ -1,0 +1,222 @@
+"""Flax Linen layers that targets and drafters share: linear, RMSNorm, rotary positions, attention, gated MLP.
+
+Weights keep the orientation of the checkpoints they come from: (out, in). All softmax arithmetic is float32.
+"""
+
+import dataclasses
+import math
+from typing import Any, Literal
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from dspark_jax.typing import Array, Bool, Float, Int, typed
+
+MASKED = -1e30
+"""Score of a forbidden key: finite, so that a row without any key gives 0 instead of NaN."""
+
+FEW_ROWS = 64
+"""Up to this many rows a matrix product reads far more weight than it computes; it is then written as weight x activations."""
+
+
+def parameter(module: nn.Module, name: str, init: nn.initializers.Initializer, shape: tuple[int, ...], axes: tuple[str, ...]) -> Any:
+    """A float32 parameter of `module` whose axes have logical names; inside `setup` alone."""
+    return module.param(name, nn.with_logical_partitioning(init, axes), shape, jnp.float32)
+
+
+class Linear(nn.Module):
+    """y = x W^T (+ b), W stored as (out, in)."""
+
+    in_features: int
+    out_features: int
+    in_axis: str
+    out_axis: str
+    use_bias: bool = False
+    init_std: float = 0.02
+
+    def setup(self) -> None:
+        init = nn.initializers.normal(self.init_std)
+        self.weight = parameter(self, "weight", init, (self.out_features, self.in_features), (self.out_axis, self.in_axis))
+        if self.use_bias:
+            self.bias = parameter(self, "bias", nn.initializers.zeros, (self.out_features,), (self.out_axis,))
+
+    def __call__(self, x: Float[Array, "*batch I"]) -> Float[Array, "*batch O"]:
+        y = matmul_rows(x, self.weight)
+        return y + self.bias if self.use_bias else y
+
+
+@typed
+def matmul_rows(x: Float[Array, "*batch I"], weight: Float[Array, "O I"]) -> Float[Array, "*batch O"]:
+    """x W^T in the dtype of `x`.
+
+    With few rows the weight stands on the left: XLA's CPU backend then streams it once, 20 to 30 % faster at 4 to 8 rows than
+    the other way round (`experiments/results/profile_steps.json`); other backends see the same product.
+    """
+    if math.prod(x.shape[:-1]) > FEW_ROWS:
+        return jax.lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())))
+    rows = x.reshape(-1, x.shape[-1])
+    return jax.lax.dot_general(weight, rows, (((1,), (1,)), ((), ()))).T.reshape(*x.shape[:-1], weight.shape[0])
+
+
+class RMSNorm(nn.Module):
+    """w * x / rms(x): statistics in float32, the result cast to the input's dtype and then multiplied by w (Llama, Qwen)."""
+
+    features: int
+    eps: float
+
+    def setup(self) -> None:
+        self.weight = parameter(self, "weight", nn.initializers.ones, (self.features,), ("norm",))
+
+    def __call__(self, x: Float[Array, "*batch E"]) -> Float[Array, "*batch E"]:
+        wide = x.astype(jnp.float32)
+        normed = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
+        return self.weight.astype(x.dtype) * normed.astype(x.dtype)
+
+
+class Embedding(nn.Module):
+    """A table of (entries, features), read by row."""
+
+    entries: int
+    features: int
+    feature_axis: str = "embed"
+    init_std: float = 0.02
+
+    def setup(self) -> None:
+        init = nn.initializers.normal(self.init_std)
+        self.weight = parameter(self, "weight", init, (self.entries, self.features), ("vocab", self.feature_axis))
+
+    def __call__(self, ids: Int[Array, "*batch"]) -> Float[Array, "*batch E"]:
+        return self.weight[ids]
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    width: int
+    inner: int
+
+    def setup(self) -> None:
+        self.gate_proj = Linear(self.width, self.inner, "embed", "mlp")
+        self.up_proj = Linear(self.width, self.inner, "embed", "mlp")
+        self.down_proj = Linear(self.inner, self.width, "mlp", "embed")
+
+    def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
+        return self.down_proj(nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """A change of the rotary frequencies: "linear" divides all of them, "llama3" only the slow ones.
+
+    Attributes:
+      factor: divisor of the (slow) frequencies.
+      low_freq_factor, high_freq_factor: wavelengths above original_max_position / low are divided in full, those below
+        original_max_position / high not at all, the rest is blended ("llama3" alone).
+      original_max_position: context length before scaling ("llama3" alone).
+    """
+
+    kind: Literal["linear", "llama3"]
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+
+
+def inverse_frequencies(
+    head_dim: int, theta: float, scaling: RopeScaling | None = None, round_to_bf16: bool = False
+) -> Float[Array, "half"]:
+    """Rotary frequencies theta^(-2i / head_dim), in radians per position.
+
+    `round_to_bf16` repeats what the reference does in bfloat16 training, where a cast of the whole model rounds this buffer too
+    (an error of up to 0.37 % at head size 128); off by default.
+    """
+    frequencies = 1.0 / theta ** (jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    if scaling is not None and scaling.kind == "linear":
+        frequencies = frequencies / scaling.factor
+    elif scaling is not None:
+        wavelength = 2 * math.pi / frequencies
+        low = scaling.original_max_position / scaling.low_freq_factor
+        high = scaling.original_max_position / scaling.high_freq_factor
+        blend = (scaling.original_max_position / wavelength - scaling.low_freq_factor) / (
+            scaling.high_freq_factor - scaling.low_freq_factor
+        )
+        blended = (1 - blend) * frequencies / scaling.factor + blend * frequencies
+        frequencies = jnp.where(wavelength > low, frequencies / scaling.factor, jnp.where(wavelength < high, frequencies, blended))
+    return frequencies.astype(jnp.bfloat16).astype(jnp.float32) if round_to_bf16 else frequencies
+
+
+@typed
+def rope_tables(
+    positions: Int[Array, "*batch"], frequencies: Float[Array, "half"]
+) -> tuple[Float[Array, "*batch half"], Float[Array, "*batch half"]]:
+    """Cosine and sine of every position's angles."""
+    angles = positions[..., None].astype(jnp.float32) * frequencies
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+@typed
+def rotate(x: Float[Array, "*batch H E"], cos: Float[Array, "*batch half"], sin: Float[Array, "*batch half"]) -> Float[Array, "*batch H E"]:
+    """Rotate the pairs (i, i + E/2) of every head ("rotate-half")."""
+    first, second = jnp.split(x, 2, axis=-1)
+    c, s = cos[..., None, :].astype(x.dtype), sin[..., None, :].astype(x.dtype)
+    return jnp.concatenate([first * c - second * s, second * c + first * s], axis=-1)
+
+
+class AttentionProjections(nn.Module):
+    """Query, key, value and output projections of one layer, with the optional norms on query and key heads."""
+
+    width: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    eps: float
+    qk_norm: bool
+    use_bias: bool = False
+    output_bias: bool = False
+
+    def setup(self) -> None:
+        self.q_proj = Linear(self.width, self.num_heads * self.head_dim, "embed", "heads", self.use_bias)
+        self.k_proj = Linear(self.width, self.num_kv_heads * self.head_dim, "embed", "kv_heads", self.use_bias)
+        self.v_proj = Linear(self.width, self.num_kv_heads * self.head_dim, "embed", "kv_heads", self.use_bias)
+        self.o_proj = Linear(self.num_heads * self.head_dim, self.width, "heads", "embed", self.output_bias)
+        if self.qk_norm:
+            self.q_norm = RMSNorm(self.head_dim, self.eps)
+            self.k_norm = RMSNorm(self.head_dim, self.eps)
+
+    def queries(
+        self, x: Float[Array, "*batch D"], cos: Float[Array, "*batch half"], sin: Float[Array, "*batch half"]
+    ) -> Float[Array, "*batch H E"]:
+        heads = self.q_proj(x).reshape(*x.shape[:-1], self.num_heads, self.head_dim)
+        return rotate(self.q_norm(heads) if self.qk_norm else heads, cos, sin)
+
+    def keys_values(
+        self, x: Float[Array, "*batch D"], cos: Float[Array, "*batch half"], sin: Float[Array, "*batch half"]
+    ) -> tuple[Float[Array, "*batch K E"], Float[Array, "*batch K E"]]:
+        keys = self.k_proj(x).reshape(*x.shape[:-1], self.num_kv_heads, self.head_dim)
+        values = self.v_proj(x).reshape(*x.shape[:-1], self.num_kv_heads, self.head_dim)
+        return rotate(self.k_norm(keys) if self.qk_norm else keys, cos, sin), values
+
+    def output(self, heads: Float[Array, "*batch H E"]) -> Float[Array, "*batch D"]:
+        return self.o_proj(heads.reshape(*heads.shape[:-2], self.num_heads * self.head_dim))
+
+
+@typed
+def attend(
+    queries: Float[Array, "R Q H E"],
+    keys: Float[Array, "R K T E"],
+    values: Float[Array, "R K T E"],
+    mask: Bool[Array, "R Q T"],
+    scale: float,
+) -> Float[Array, "R Q H E"]:
+    """Grouped-query attention; heads of one group share a key head. Rows that may see nothing give 0."""
+    num_rows, num_queries, num_heads, head_dim = queries.shape
+    kv_heads = keys.shape[1]
+    grouped = queries.reshape(num_rows, num_queries, kv_heads, num_heads // kv_heads, head_dim)
+    scores = jnp.einsum("rqkge,rkte->rkgqt", grouped, keys, preferred_element_type=jnp.float32) * scale
+    allowed = mask[:, None, None]
+    scores = jnp.where(allowed, scores, MASKED)
+    weights = jnp.where(allowed, jnp.exp(scores - scores.max(axis=-1, keepdims=True)), 0.0)
+    weights = weights / jnp.maximum(weights.sum(axis=-1, keepdims=True), 1e-30)
+    mixed = jnp.einsum("rkgqt,rkte->rqkge", weights.astype(values.dtype), values)
+    return mixed.reshape(num_rows, num_queries, num_heads, head_dim)

@@ -1,0 +1,318 @@
+"""The contracts between targets, drafters, verifiers and policies, and the structs that pass between them.
+
+`decode`, `train` and `engine` know targets and drafters only through this file. Every implementation is a frozen, hashable
+dataclass, so that it can be a static argument of `jax.jit`; every state is a `flax.struct.dataclass`, so that it is a pytree.
+"""
+
+import dataclasses
+from typing import Any, Protocol
+
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import PRNGKeyArray
+
+from dspark_jax.sampling import Noise, Sampling
+from dspark_jax.typing import Array, Bool, Float, Int, Params, typed
+
+
+@struct.dataclass
+class FlatTokens:
+    """The tokens that one forward pass of the target runs on: those of all requests, flattened and padded to a bucket.
+
+    Attributes:
+      ids: token ids.
+      row: the request each token belongs to, 0..R-1.
+      slot: the token's place among its request's queries, 0..queries_per_row-1.
+      position: absolute position in the sequence; the key and value are cached there.
+      valid: False for padding; such tokens leave no trace in the cache, and their outputs mean nothing.
+      queries_per_row: the largest number of queries one request may have (static).
+      is_grid: the tokens are row-major [R, queries_per_row], so that flattening is a reshape (static).
+    """
+
+    ids: Int[Array, "N"]
+    row: Int[Array, "N"]
+    slot: Int[Array, "N"]
+    position: Int[Array, "N"]
+    valid: Bool[Array, "N"]
+    queries_per_row: int = struct.field(pytree_node=False)
+    is_grid: bool = struct.field(pytree_node=False, default=False)
+
+    @classmethod
+    def grid(cls, ids: Int[Array, "R Q"], start: Int[Array, "R"], count: Int[Array, "R"]) -> "FlatTokens":
+        """`count[r]` tokens of every request from position `start[r]` on: prefill chunks and training batches."""
+        num_rows, queries = ids.shape
+        slot = jnp.broadcast_to(jnp.arange(queries, dtype=jnp.int32), ids.shape)
+        row = jnp.broadcast_to(jnp.arange(num_rows, dtype=jnp.int32)[:, None], ids.shape)
+        return cls(
+            ids=ids.reshape(-1),
+            row=row.reshape(-1),
+            slot=slot.reshape(-1),
+            position=(start[:, None] + slot).reshape(-1),
+            valid=(slot < count[:, None]).reshape(-1),
+            queries_per_row=queries,
+            is_grid=True,
+        )
+
+
+@struct.dataclass
+class TargetHead:
+    """The frozen embedding and output head of a target, lent to its drafters and never copied into their parameters.
+
+    Attributes:
+      embedding: input embedding, all V rows.
+      lm_head: output head; the rows of `draft_ids` alone where the draft vocabulary is smaller.
+      draft_ids: target id of every row of `lm_head`, ascending; None where it is the whole vocabulary.
+      embed_scale: factor on the embedding (Gemma), static.
+      softcap: `tanh(x / softcap) * softcap` on the logits, static; None for none.
+    """
+
+    embedding: Float[Array, "V D"]
+    lm_head: Float[Array, "Vd D"]
+    draft_ids: Int[Array, "Vd"] | None = None
+    embed_scale: float = struct.field(pytree_node=False, default=1.0)
+    softcap: float | None = struct.field(pytree_node=False, default=None)
+
+    def embed(self, ids: Int[Array, "*batch"]) -> Float[Array, "*batch D"]:
+        """Input embeddings of target ids."""
+        rows = self.embedding[ids]
+        return rows if self.embed_scale == 1.0 else rows * jnp.asarray(self.embed_scale, rows.dtype)
+
+    def logits(self, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch Vd"]:
+        """Float32 logits of hidden states that are already normed."""
+        logits = jnp.einsum("...d,vd->...v", hidden.astype(self.lm_head.dtype), self.lm_head, preferred_element_type=jnp.float32)
+        return logits if self.softcap is None else jnp.tanh(logits / self.softcap) * self.softcap
+
+    def restrict(self, draft_ids: Int[Array, "Vd"] | None) -> "TargetHead":
+        """The same head with the rows of `draft_ids` alone; itself where `draft_ids` is None."""
+        if draft_ids is None:
+            return self
+        return dataclasses.replace(self, lm_head=self.lm_head[draft_ids], draft_ids=draft_ids)
+
+
+@struct.dataclass
+class Committed:
+    """What a drafter may learn of newly committed positions: `count[r]` of them per request, the rest is padding.
+
+    Entry i describes the i-th newly processed position: the target's hidden state and tapped features there, and the id of the
+    token that FOLLOWS it (`next_ids`), so that feature i comes with token i + 1 (Eagle3 and MTP pair them).
+    """
+
+    next_ids: Int[Array, "R K"]
+    hidden: Float[Array, "R K D"]
+    features: Float[Array, "R K F"]
+    count: Int[Array, "R"]
+
+
+@struct.dataclass
+class DraftBlock:
+    """The proposal of one round, with the sampler's own numbers: the verifier never recomputes them.
+
+    Attributes:
+      ids: drafted tokens, as ids of the target.
+      log_q: log-probability with which each id was drawn (0 at temperature 0, where q is one-hot).
+      log_normaliser: log-sum-exp over the kept entries of `logits / temperature`.
+      floor: entries of `logits / temperature` below it have probability 0 (-inf where nothing is filtered).
+      confidence_logits: logit of the chance that token k survives given that the tokens before it did; None without a head.
+      logits: corrected draft logits over the draft vocabulary, before temperature; None where nobody asked for them.
+    """
+
+    ids: Int[Array, "R G"]
+    log_q: Float[Array, "R G"]
+    log_normaliser: Float[Array, "R G"]
+    floor: Float[Array, "R G"]
+    confidence_logits: Float[Array, "R G"] | None
+    logits: Float[Array, "R G Vd"] | None
+
+
+@struct.dataclass
+class Verdict:
+    """Outcome of a round: drafts 1..num_accepted are kept and `next_id` follows them (a correction or the bonus token)."""
+
+    num_accepted: Int[Array, "R"]
+    next_id: Int[Array, "R"]
+
+
+@struct.dataclass
+class TargetSpec:
+    """What a drafter must know of its target in order to be built or checked."""
+
+    vocab_size: int = struct.field(pytree_node=False)
+    width: int = struct.field(pytree_node=False)
+    num_layers: int = struct.field(pytree_node=False)
+    architecture: str = struct.field(pytree_node=False)
+
+
+@struct.dataclass
+class TrainBatch:
+    """One batch of a drafter's training: texts, what the frozen target says of them, and the anchors that were drawn.
+
+    Attributes:
+      ids: tokens, zero-padded at the right.
+      loss_mask: 1 on the tokens that the target wrote (answers), 0 on prompts and padding.
+      features: tapped features of the target at every position.
+      last_hidden: the target's hidden state after its final norm at every position.
+      anchors: anchor positions, ascending; 0 where not kept.
+      keep: which anchors are real.
+    """
+
+    ids: Int[Array, "B S"]
+    loss_mask: Bool[Array, "B S"]
+    features: Float[Array, "B S F"]
+    last_hidden: Float[Array, "B S D"]
+    anchors: Int[Array, "B A"]
+    keep: Bool[Array, "B A"]
+
+
+@struct.dataclass
+class Sites:
+    """Everything the losses need of the P = B x A x G places where the drafter predicts a token, in order (b, a, k).
+
+    Losses walk over chunks of P, so that no full-vocabulary tensor of all sites ever exists.
+
+    Attributes:
+      hidden: drafter hidden state that goes to the LM head.
+      latent: what the sequential head multiplies with W2 (M = 0 without such a head).
+      label: the token to predict, as a target id.
+      teacher_index: row of `last_hidden.reshape(B * S, D)` whose logits are the target's distribution of the label.
+      weight: loss weight: 0 where unsupervised, else the position's decay.
+      step: position k of the site in its block (or training-time-test step), for per-position metrics.
+      confidence_logits: None without a confidence head.
+    """
+
+    hidden: Float[Array, "P D"]
+    latent: Float[Array, "P M"]
+    label: Int[Array, "P"]
+    teacher_index: Int[Array, "P"]
+    weight: Float[Array, "P"]
+    step: Int[Array, "P"]
+    confidence_logits: Float[Array, "P"] | None
+
+
+class Target(Protocol):
+    """A frozen language model."""
+
+    @property
+    def spec(self) -> TargetSpec: ...
+
+    def init(self, rng: PRNGKeyArray) -> Params:
+        """Random parameters (unboxed)."""
+        ...
+
+    def init_cache(self, num_rows: int, max_len: int, slack: int = 0, dtype: Any = jnp.float32) -> Any:
+        """An empty cache for `num_rows` requests of up to `max_len` tokens, `slack` more being written and rolled back."""
+        ...
+
+    def head(self, params: Params) -> TargetHead:
+        """The embedding and output head, as views of `params`."""
+        ...
+
+    def forward(
+        self, params: Params, cache: Any, tokens: FlatTokens, taps: tuple[int, ...]
+    ) -> tuple[Float[Array, "N D"], Float[Array, "N F"], Any]:
+        """Run on `tokens`: hidden states after the final norm, the outputs of the layers `taps` side by side, the new cache.
+
+        Tap i is the output of decoder layer i in the residual stream, before the final norm; -1 is the embedding output.
+        `cache` None means that `tokens` is a grid that starts at position 0 and sees itself alone (training); None comes back.
+        """
+        ...
+
+    def roll_back(self, cache: Any, length: Int[Array, "R"]) -> Any:
+        """Forget everything from position `length[r]` on."""
+        ...
+
+
+class Drafter(Protocol):
+    """A model that proposes `block_size` tokens a round."""
+
+    @property
+    def block_size(self) -> int: ...
+
+    @property
+    def taps(self) -> tuple[int, ...]: ...
+
+    def init(self, rng: PRNGKeyArray) -> Params:
+        """Random parameters (unboxed). The target's embedding and head are not among them."""
+        ...
+
+    def init_state(self, num_rows: int, max_len: int, dtype: Any = jnp.float32) -> Any:
+        """The empty decoding state for `num_rows` requests of up to `max_len` tokens."""
+        ...
+
+    def commit(self, params: Params, head: TargetHead, state: Any, committed: Committed) -> Any:
+        """Learn of committed positions (prefill and every later round); the anchor itself is in no cache."""
+        ...
+
+    def propose(
+        self, params: Params, head: TargetHead, state: Any, anchor: Int[Array, "R"], noise: Noise, sampling: Sampling
+    ) -> DraftBlock:
+        """Draft a block behind the anchor. The state is left alone: there is nothing to undo."""
+        ...
+
+    def prediction_sites(self, params: Params, head: TargetHead, batch: TrainBatch) -> Sites:
+        """The training forward pass, up to the LM head."""
+        ...
+
+    def site_logits(
+        self, params: Params, head: TargetHead, hidden: Float[Array, "P D"], latent: Float[Array, "P M"]
+    ) -> Float[Array, "P Vd"]:
+        """Corrected draft logits of a chunk of sites."""
+        ...
+
+
+class SurvivalModel(Protocol):
+    """Confidence to calibrated survival."""
+
+    def survival(self, block: DraftBlock, temperature: Float[Array, "R"]) -> Float[Array, "R G"]:
+        """a_k = chance that drafts 1..k are all accepted; non-increasing over k; NaN never comes out."""
+        ...
+
+
+class VerifyPolicy(Protocol):
+    """How many drafts of each request are verified."""
+
+    def lengths(
+        self, survival: Float[Array, "R G"], active: Bool[Array, "R"], context: Int[Array, "R"], request_id: Int[Array, "R"]
+    ) -> Int[Array, "R"]:
+        """Verified drafts per request, 0..G; 0 where not active. Whether draft k is verified must not depend on x_k.
+
+        `context` is the number of committed tokens.
+        """
+        ...
+
+
+@typed
+def flatten_rounds(
+    anchor: Int[Array, "R"],
+    drafts: Int[Array, "R G"],
+    start: Int[Array, "R"],
+    lengths: Int[Array, "R"],
+    active: Bool[Array, "R"],
+    bucket: int,
+) -> tuple[FlatTokens, Int[Array, "R"]]:
+    """Lay out [anchor, draft 1..lengths[r]] of every active request one after another, padded to `bucket` tokens.
+
+    Args:
+      start: position of the anchor.
+      bucket: N, at least the sum of 1 + lengths over the active requests; tokens beyond it would be lost.
+
+    Returns:
+      the tokens, and the flat index of every request's anchor.
+    """
+    num_rows, block_size = drafts.shape
+    count = jnp.where(active, 1 + lengths, 0)
+    ends = jnp.cumsum(count)
+    first = ends - count
+    flat = jnp.arange(bucket, dtype=jnp.int32)
+    row = jnp.minimum(jnp.searchsorted(ends, flat, side="right").astype(jnp.int32), num_rows - 1)
+    valid = flat < ends[-1]
+    slot = jnp.clip(flat - first[row], 0, block_size)
+    chain = jnp.concatenate([anchor[:, None], drafts], axis=1)
+    tokens = FlatTokens(
+        ids=chain[row, slot],
+        row=row,
+        slot=slot,
+        position=start[row] + slot,
+        valid=valid,
+        queries_per_row=block_size + 1,
+    )
+    return tokens, first.astype(jnp.int32)

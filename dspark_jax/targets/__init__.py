@@ -1,0 +1,1 @@
+"""Target families, one file each, behind `protocols.Target`."""

@@ -1,0 +1,240 @@
+"""One dense decoder for Llama (SmolLM2), Qwen2 and Qwen3: what tells them apart is in the config.
+
+Pre-norm layers, rotary positions, grouped-query attention, gated SiLU MLP. Qwen3 norms its query and key heads, Qwen2 has
+biases on q, k and v, small models tie the output head to the embedding.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from dspark_jax import kv_cache
+from dspark_jax.kv_cache import KVCache
+from dspark_jax.layers import (
+    AttentionProjections,
+    Embedding,
+    GatedMLP,
+    RMSNorm,
+    RopeScaling,
+    attend,
+    inverse_frequencies,
+    rope_tables,
+)
+from dspark_jax.protocols import FlatTokens, TargetHead, TargetSpec
+from dspark_jax.typing import Array, Bool, Float, Int, Params
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseConfig:
+    """Sizes and switches of a dense decoder, under the names of Hugging Face configs where those are clear."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    qk_norm: bool = False
+    attention_bias: bool = False
+    output_bias: bool = False
+    tie_word_embeddings: bool = False
+    max_position_embeddings: int = 8192
+    architecture: str = "LlamaForCausalLM"
+
+    def __post_init__(self) -> None:
+        for field in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field} is {getattr(self, field)}; it must be at least 1")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads is {self.num_heads}; it must be a multiple of num_kv_heads ({self.num_kv_heads})")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layout:
+    """How flat tokens lie in the [R, queries_per_row] grid that attention works on; computed once a forward pass."""
+
+    num_rows: int
+    index: Array | None
+    row: Array
+    slot: Array
+
+    def to_grid(self, flat: Float[Array, "N H E"], queries_per_row: int) -> Float[Array, "R Q H E"]:
+        grid = flat if self.index is None else flat[self.index]
+        return grid.reshape(self.num_rows, queries_per_row, *flat.shape[1:])
+
+    def to_flat(self, grid: Float[Array, "R Q H E"]) -> Float[Array, "N H E"]:
+        return grid.reshape(-1, *grid.shape[2:]) if self.index is None else grid[self.row, self.slot]
+
+
+def _layout(tokens: FlatTokens, num_rows: int) -> _Layout:
+    index = None
+    if not tokens.is_grid:
+        flat = jnp.arange(tokens.ids.shape[0], dtype=jnp.int32)
+        row = jnp.where(tokens.valid, tokens.row, num_rows)
+        index = jnp.zeros((num_rows, tokens.queries_per_row), jnp.int32).at[row, tokens.slot].set(flat, mode="drop").reshape(-1)
+    return _Layout(num_rows, index, tokens.row, tokens.slot)
+
+
+class DenseLayer(nn.Module):
+    """One decoder layer on flat tokens."""
+
+    config: DenseConfig
+
+    def setup(self) -> None:
+        config = self.config
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = AttentionProjections(
+            config.hidden_size,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            config.rms_norm_eps,
+            config.qk_norm,
+            config.attention_bias,
+            config.output_bias,
+        )
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
+
+    def __call__(
+        self,
+        x: Float[Array, "N D"],
+        cos: Float[Array, "N half"],
+        sin: Float[Array, "N half"],
+        tokens: FlatTokens,
+        layout: _Layout,
+        mask: Bool[Array, "R Q T"],
+        cached: tuple[Array, Array] | None,
+    ) -> tuple[Float[Array, "N D"], tuple[Array, Array] | None]:
+        normed = self.input_layernorm(x)
+        queries = self.self_attn.queries(normed, cos, sin)
+        keys, values = self.self_attn.keys_values(normed, cos, sin)
+        if cached is None:
+            all_keys, all_values = (layout.to_grid(new, tokens.queries_per_row).swapaxes(1, 2) for new in (keys, values))
+        else:
+            all_keys, all_values = (
+                kv_cache.write(old, new, tokens.row, tokens.position, tokens.valid) for old, new in zip(cached, (keys, values), strict=True)
+            )
+        with jax.named_scope("attention"):
+            grid = layout.to_grid(queries, tokens.queries_per_row)
+            heads = attend(grid, all_keys.astype(x.dtype), all_values.astype(x.dtype), mask, self.config.head_dim**-0.5)
+        x = x + self.self_attn.output(layout.to_flat(heads))
+        with jax.named_scope("mlp"):
+            x = x + self.mlp(self.post_attention_layernorm(x))
+        return x, None if cached is None else (all_keys, all_values)
+
+
+class DenseDecoder(nn.Module):
+    """The network behind `DenseTarget`."""
+
+    config: DenseConfig
+
+    def setup(self) -> None:
+        config = self.config
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.layers = [DenseLayer(config) for _ in range(config.num_layers)]
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        if not config.tie_word_embeddings:
+            self.lm_head = Embedding(config.vocab_size, config.hidden_size)
+
+    def __call__(
+        self, cache: KVCache | None, tokens: FlatTokens, taps: tuple[int, ...]
+    ) -> tuple[Float[Array, "N D"], Float[Array, "N F"], KVCache | None]:
+        config = self.config
+        if cache is None and not tokens.is_grid:
+            raise ValueError("cache is None; a forward pass without a cache takes a grid of tokens (FlatTokens.grid)")
+        num_rows = tokens.ids.shape[0] // tokens.queries_per_row if cache is None else cache.length.shape[0]
+        layout = _layout(tokens, num_rows)
+        position = tokens.position if layout.index is None else tokens.position[layout.index]
+        key_position = jnp.arange(tokens.queries_per_row if cache is None else cache.num_slots, dtype=jnp.int32)
+        mask = key_position <= position.reshape(num_rows, tokens.queries_per_row, 1)
+        cos, sin = rope_tables(tokens.position, inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling))
+
+        x = self.embed_tokens(tokens.ids)
+        outputs = {-1: x}
+        keys, values = [], []
+        for i, layer in enumerate(self.layers):
+            x, new = layer(x, cos, sin, tokens, layout, mask, None if cache is None else (cache.keys[i], cache.values[i]))
+            if new is not None:
+                keys.append(new[0])
+                values.append(new[1])
+            if i in taps:
+                outputs[i] = x
+        features = jnp.concatenate([outputs[tap] for tap in taps], axis=-1) if taps else jnp.zeros((x.shape[0], 0), x.dtype)
+        if cache is not None:
+            length = kv_cache.extend_length(cache.length, tokens.row, tokens.position, tokens.valid)
+            cache = KVCache(tuple(keys), tuple(values), length)
+        return self.norm(x), features, cache
+
+    def touch_head(self) -> Array:
+        """Reaches the parameters that the forward pass leaves to `TargetHead`, for `init`."""
+        return self.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
+
+    def initialise(self, tokens: FlatTokens) -> None:
+        self(None, tokens, ())
+        self.touch_head()
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseTarget:
+    """A dense decoder as a `protocols.Target`. Computes in the dtype of its parameters."""
+
+    config: DenseConfig
+
+    @property
+    def spec(self) -> TargetSpec:
+        return TargetSpec(self.config.vocab_size, self.config.hidden_size, self.config.num_layers, self.config.architecture)
+
+    @functools.cached_property
+    def _network(self) -> DenseDecoder:
+        return DenseDecoder(self.config)
+
+    def _boxed_init(self, rng: jax.Array) -> Any:
+        one = jnp.zeros((1, 1), jnp.int32)
+        tokens = FlatTokens.grid(one, one[0], one[0] + 1)
+        return self._network.init(rng, tokens, method="initialise")["params"]
+
+    def init(self, rng: jax.Array) -> Params:
+        """Random float32 parameters, normal with standard deviation 0.02."""
+        return nn.meta.unbox(self._boxed_init(rng))
+
+    def boxed_params(self) -> Any:
+        """Abstract parameters with their logical axes, for `sharding.parameter_shardings`."""
+        return jax.eval_shape(self._boxed_init, jax.random.key(0))
+
+    def abstract_params(self) -> Any:
+        """Shapes and dtypes of the parameters."""
+        return nn.meta.unbox(self.boxed_params())
+
+    def init_cache(self, num_rows: int, max_len: int, slack: int = 0, dtype: Any = jnp.float32) -> KVCache:
+        """An empty cache of max_len + slack slots per request."""
+        config = self.config
+        return kv_cache.empty_cache(config.num_layers, num_rows, config.num_kv_heads, max_len + slack, config.head_dim, dtype)
+
+    def head(self, params: Params) -> TargetHead:
+        """Embedding and output head."""
+        embedding = params["embed_tokens"]["weight"]
+        return TargetHead(embedding=embedding, lm_head=embedding if self.config.tie_word_embeddings else params["lm_head"]["weight"])
+
+    def forward(
+        self, params: Params, cache: KVCache | None, tokens: FlatTokens, taps: tuple[int, ...] = ()
+    ) -> tuple[Float[Array, "N D"], Float[Array, "N F"], KVCache | None]:
+        """See `protocols.Target.forward`."""
+        if any(not -1 <= tap < self.config.num_layers for tap in taps):
+            raise ValueError(
+                f"taps is {taps}; each must be in -1..{self.config.num_layers - 1} for a target of {self.config.num_layers} layers"
+            )
+        out: Any = self._network.apply({"params": params}, cache, tokens, taps)
+        return out
+
+    def roll_back(self, cache: KVCache, length: Int[Array, "R"]) -> KVCache:
+        """See `protocols.Target.roll_back`."""
+        return kv_cache.roll_back(cache, length)

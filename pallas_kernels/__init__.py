@@ -1,0 +1,1 @@
+"""Kernels for stochastic drafting and verification. They depend on jax alone."""
