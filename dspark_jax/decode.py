@@ -173,13 +173,13 @@ class Tally:
         place = jnp.arange(stats.drafts.shape[1], dtype=jnp.int32)
         reached = whole[:, None] & (place < stats.verified[:, None]) & (place <= stats.num_accepted[:, None])
         return Tally(
-            rounds=self.rounds + whole,
+            rounds=self.rounds + whole.astype(jnp.int32),
             emitted=self.emitted + jnp.where(whole, stats.emitted, 0),
-            cut_rounds=self.cut_rounds + stats.cut,
+            cut_rounds=self.cut_rounds + stats.cut.astype(jnp.int32),
             cut_emitted=self.cut_emitted + jnp.where(stats.cut, stats.emitted, 0),
             verified=self.verified + jnp.where(stats.active, stats.verified, 0),
-            reached=self.reached + reached,
-            accepted=self.accepted + (reached & (place < stats.num_accepted[:, None])),
+            reached=self.reached + reached.astype(jnp.int32),
+            accepted=self.accepted + (reached & (place < stats.num_accepted[:, None])).astype(jnp.int32),
         )
 
 
@@ -194,7 +194,7 @@ def start(
     seed: int = 0,
     request_ids: Sequence[int] | None = None,
     max_len: int | None = None,
-    prefill_chunk: int = 256,
+    prefill_chunk: int = 64,
     cache_dtype: Any = jnp.float32,
 ) -> DecodeState:
     """Prefill a batch of prompts of any lengths and draw the first token of each.
@@ -231,7 +231,9 @@ def start(
     for row, prompt in enumerate(prompts):
         ids[row, : len(prompt)] = prompt
     stops = np.broadcast_to(np.asarray(list(stop_ids) or [-1], np.int32), (num_rows, max(len(stop_ids), 1)))
-    chunk = min(prefill_chunk, int(lengths.max()))
+    if prefill_chunk < 1:
+        raise ValueError(f"prefill_chunk is {prefill_chunk}; it must be at least 1")
+    chunk = min(prefill_chunk, slots)
     state = DecodeState(
         ids=jnp.asarray(ids),
         length=jnp.asarray(lengths),
@@ -246,7 +248,7 @@ def start(
         target_cache=plan.target.init_cache(num_rows, slots, dtype=cache_dtype),
         drafter_state=None if plan.drafter is None else plan.drafter.init_state(num_rows, slots, dtype=cache_dtype),
     )
-    return prefill(plan, params, state, chunk, -(-int(lengths.max()) // chunk))
+    return prefill(plan, params, state, jnp.int32(-(-int(lengths.max()) // chunk)), chunk)
 
 
 def _check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
@@ -255,9 +257,11 @@ def _check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
         raise ValueError(f"{field} holds {wrong[0]}; token ids of this target lie in 0..{vocab_size - 1}")
 
 
-@functools.partial(jax.jit, static_argnums=(0, 3, 4), donate_argnums=2)
-def prefill(plan: DecodePlan, params: DecodeParams, state: DecodeState, chunk: int, num_chunks: int) -> DecodeState:
+@functools.partial(jax.jit, static_argnums=(0, 4), donate_argnums=2)
+def prefill(plan: DecodePlan, params: DecodeParams, state: DecodeState, num_chunks: Int[Array, ""], chunk: int) -> DecodeState:
     """Run both models over the prompts in `num_chunks` chunks of `chunk` tokens, and draw the first token of every request.
+
+    Only the chunk's size is compiled in, so that prompts of any length share one program.
 
     The last prompt position is committed to the drafter once the token behind it is known.
     """
@@ -268,7 +272,7 @@ def prefill(plan: DecodePlan, params: DecodeParams, state: DecodeState, chunk: i
 
     def run_chunk(index: Array, carry: tuple) -> tuple:
         target_cache, drafter_state, last_hidden, last_features = carry
-        start = jnp.broadcast_to(index * chunk, (num_rows,)).astype(jnp.int32)
+        start = jnp.full((num_rows,), index * chunk, jnp.int32)
         place = start[:, None] + jnp.arange(chunk, dtype=jnp.int32)
         count = jnp.clip(state.prompt_length - start, 0, chunk)
         ids = state.ids[rows[:, None], jnp.minimum(place, num_slots - 1)]
@@ -415,7 +419,7 @@ def decode_round(plan: DecodePlan, params: DecodeParams, state: DecodeState, buc
         ids=state.ids.at[rows[:, None], slot].set(chain, mode="drop"),
         length=length,
         finished=state.finished | stopped | (length >= state.limit),
-        round=state.round + active,
+        round=state.round + active.astype(jnp.int32),
         target_cache=plan.target.roll_back(cache, length - 1),
         drafter_state=drafter_state,
     )

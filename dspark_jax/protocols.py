@@ -111,7 +111,7 @@ class DraftBlock:
       ids: drafted tokens, as ids of the target.
       log_q: log-probability with which each id was drawn (0 at temperature 0, where q is one-hot).
       log_normaliser: log-sum-exp over the kept entries of `logits / temperature`.
-      floor: entries of `logits / temperature` below it have probability 0 (-inf where nothing is filtered).
+      floor: entries of `logits` below it have probability 0 (-inf where nothing is filtered).
       confidence_logits: logit of the chance that token k survives given that the tokens before it did; None without a head.
       logits: corrected draft logits over the draft vocabulary, before temperature; None where nobody asked for them.
     """

@@ -87,6 +87,8 @@ def verify_tokens(
     A block without `logits` must have one-hot q (greedy or deterministic drafts, `log_q` 0); for other rows without them the next
     id after a rejection is -1.
     """
+    # One set of bits for all that follows: computed anew in another fusion, the logit on the floor could fall below it.
+    target_logits = lax.optimization_barrier(target_logits)
     num_flat, block_size = target_logits.shape[0], block.ids.shape[1]
     step = jnp.arange(block_size, dtype=jnp.int32)
     judged_by = jnp.minimum(first[:, None] + step, num_flat - 1)

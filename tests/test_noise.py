@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas import triton as plt
 
 from pallas_kernels import noise
 from pallas_kernels.noise import Stream
@@ -70,18 +72,37 @@ def test_keys_broadcast_as_elements_do():
     assert np.array_equal(np.asarray(together), np.array(apart, np.float32))
 
 
+def _kernel(key_ref, out_ref):
+    words = noise.site_words((key_ref[0], key_ref[1]), Stream.DRAFT_ID, 3)
+    index = jax.lax.broadcasted_iota(jnp.int32, (8, 128), 1)
+    tile = jax.lax.broadcasted_iota(jnp.int32, (8, 128), 0)
+    out_ref[...] = noise.gumbel(words, tile, index) + noise.uniform(words, tile, index)
+
+
+OUT = jax.ShapeDtypeStruct((8, 128), jnp.float32)
+
+
 def test_a_kernel_draws_the_same_numbers():
     key = noise.round_key(11, 4, 2)
-
-    def kernel(key_ref, out_ref):
-        words = noise.site_words((key_ref[0], key_ref[1]), Stream.DRAFT_ID, 3)
-        index = jax.lax.broadcasted_iota(jnp.int32, (8, 128), 1)
-        tile = jax.lax.broadcasted_iota(jnp.int32, (8, 128), 0)
-        out_ref[...] = noise.gumbel(words, tile, index)
-
-    inside = pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct((8, 128), jnp.float32), interpret=True)(key)
-    outside = noise.gumbel(noise.site_key(key, Stream.DRAFT_ID, 3), jnp.arange(8)[:, None], jnp.arange(128))
+    inside = pl.pallas_call(_kernel, out_shape=OUT, interpret=True)(key)
+    site = noise.site_key(key, Stream.DRAFT_ID, 3)
+    tile, index = np.indices((8, 128)).astype(np.int32)
+    outside = noise.gumbel(site, jnp.asarray(tile), jnp.asarray(index)) + noise.uniform(site, jnp.asarray(tile), jnp.asarray(index))
     np.testing.assert_allclose(np.asarray(inside), np.asarray(outside), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("platform", "options"),
+    [
+        ("tpu", {"in_specs": [pl.BlockSpec(memory_space=pltpu.SMEM)]}),
+        ("cuda", {"compiler_params": plt.CompilerParams(num_warps=4)}),
+    ],
+    ids=["tpu", "cuda"],
+)
+def test_kernels_that_draw_lower_for_both_accelerators(platform, options):
+    call = jax.jit(pl.pallas_call(_kernel, out_shape=OUT, **options))
+    lowered = call.trace(jax.ShapeDtypeStruct((2,), jnp.uint32)).lower(lowering_platforms=(platform,))
+    assert "custom_call" in lowered.as_text()
 
 
 @pytest.mark.parametrize("seed", [-1, 2**64])

@@ -120,24 +120,17 @@ def test_temperature_zero_is_argmax_with_ties_to_the_smallest_id(others):
     assert np.array_equal(np.asarray(greedy_ids(jnp.asarray(logits))), logits.argmax(1))
 
 
-def test_a_row_draws_the_same_alone_padded_and_elsewhere():
-    """[B2] Neither batch-mates, nor the order of rows, nor padding of the vocabulary change a draw."""
+def test_a_row_draws_the_same_in_any_slot_and_with_any_padding():
+    """[B2] Neither the slot, nor batch-mates, nor padding of the vocabulary change a draw; a small vocabulary is its own tile."""
     rng = np.random.default_rng(3)
-    logits = jnp.asarray(rng.normal(size=(6, 30)), jnp.float32)
-    key, position = _keys(6, seed=8), jnp.arange(6, dtype=jnp.int32)
-    arguments = (logits, jnp.full(6, -jnp.inf), jnp.full(6, 0.9), key, position)
-    ids = np.asarray(DRAFT(*arguments, tile_size=8).ids)
-    order = np.array([4, 0, 5])
-    assert np.array_equal(np.asarray(DRAFT(*(each[order] for each in arguments), tile_size=8).ids), ids[order])
-    padded = jnp.pad(logits, ((0, 0), (0, 34)), constant_values=-jnp.inf)
-    assert np.array_equal(np.asarray(DRAFT(padded, *arguments[1:], tile_size=8).ids), ids)
-
-
-def test_a_vocabulary_below_the_tile_draws_as_if_it_were_padded():
-    logits = jnp.asarray(np.random.default_rng(5).normal(size=(50, 7)), jnp.float32)
-    arguments = (jnp.full(50, -jnp.inf), jnp.ones(50), _keys(50), jnp.zeros(50, jnp.int32))
-    padded = jnp.pad(logits, ((0, 0), (0, 1017)), constant_values=-jnp.inf)
-    assert np.array_equal(np.asarray(DRAFT(logits, *arguments).ids), np.asarray(DRAFT(padded, *arguments).ids))
+    logits = rng.normal(size=(20, 33)).astype(np.float32)
+    key, position = _keys(20, seed=8), jnp.arange(20, dtype=jnp.int32)
+    arguments = (jnp.asarray(logits), jnp.full(20, -jnp.inf), jnp.full(20, 0.9), key, position)
+    ids = np.asarray(DRAFT(*arguments).ids)
+    order = rng.integers(0, 20, 20)
+    assert np.array_equal(np.asarray(DRAFT(*(each[order] for each in arguments)).ids), ids[order])
+    padded = np.concatenate([logits, np.full((20, 1024 - 33), -np.inf, np.float32)], axis=1)
+    assert np.array_equal(np.asarray(DRAFT(jnp.asarray(padded), *arguments[1:]).ids), ids)
 
 
 def test_bfloat16_logits_are_drawn_from_in_float32():

@@ -170,6 +170,8 @@ class DSparkDrafter:
                 corrected = base[:, k]
                 if self._markov is not None:
                     corrected = corrected + _apply(self._markov, params["markov_head"], latent, method="bias")
+                # The floor, the draw and the logits that the verifier reads must come from the same bits, not from three fusions.
+                corrected = jax.lax.optimization_barrier(corrected)
                 floor = logit_floor(corrected, sampling)
                 place = jnp.full((num_rows,), k, jnp.int32)
                 draft = draw(
@@ -218,7 +220,7 @@ class DSparkDrafter:
         rows = jnp.arange(num_rows, dtype=jnp.int32)[:, None, None]
         return Sites(
             hidden=hidden.reshape(-1, config.hidden_size),
-            latent=latent.reshape(-1, latent.shape[-1]),
+            latent=latent.reshape(targets.labels.size, latent.shape[-1]),
             label=targets.labels.reshape(-1),
             teacher_index=(rows * length + targets.teacher_position).reshape(-1),
             weight=jnp.where(targets.supervised, decay, 0.0).reshape(-1),

@@ -1,0 +1,222 @@
+"""Cost curves and policies: Algorithm 1 as written, forecasts that pay, and no decision that looks ahead."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dspark_jax.schedule import ConfidenceThreshold, FixedLength, FlatCurveWarning, ForecastStop, PrefixSchedule, StepCurve, select_prefix
+
+R, G = 3, 4
+STAIRCASE = StepCurve(tokens=(1, 5, 8, 15), seconds_per_step=(0.029, 0.042, 0.051, 0.08), draft_seconds=0.007)
+JAGGED = StepCurve(tokens=(1, 2, 3, 4, 6, 9, 15), seconds_per_step=(1.0, 1.75, 1.25, 2.0, 1.5, 4.0, 3.0))
+CONTINUATION = (0.75, 0.5, 0.875, 0.25)
+POLICIES = {
+    "fixed": FixedLength(2),
+    "threshold": ConfidenceThreshold(0.5),
+    "algorithm_1": PrefixSchedule(JAGGED),
+    "forecast": ForecastStop(STAIRCASE, CONTINUATION),
+}
+SELECT = jax.jit(select_prefix)
+LENGTHS = {name: jax.jit(policy.lengths) for name, policy in POLICIES.items()}
+ALL, CONTEXT, IDS = jnp.ones(R, bool), jnp.full(R, 10, jnp.int32), jnp.arange(R, dtype=jnp.int32)
+
+# Multiples of 1/8: sums and products with the rates below are exact in float32, so that ties are ties for both sides.
+eighths = st.integers(0, 8).map(lambda value: value / 8)
+confidences = st.lists(st.lists(eighths, min_size=G, max_size=G), min_size=R, max_size=R)
+rates = st.lists(st.integers(0, 16).map(lambda value: value / 16), min_size=R * (G + 1) + 1, max_size=R * (G + 1) + 1)
+
+
+def _survival(confidence) -> np.ndarray:
+    return np.minimum.accumulate(np.array(confidence, np.float32), axis=1)
+
+
+def _algorithm_1(survival: np.ndarray, active: np.ndarray, rate: np.ndarray, request_id: np.ndarray) -> list[int]:
+    """The paper's listing, line by line."""
+    candidates = sorted((-survival[r, k], request_id[r], k, r) for r in range(R) for k in range(G) if active[r])
+    lengths, tokens, expected = [0] * R, int(active.sum()), float(active.sum())
+    best = expected * rate[tokens]
+    for negative, _, _, row in candidates:
+        value = (expected - negative) * rate[tokens + 1]
+        if not value > best:
+            break
+        expected, tokens, best = expected - negative, tokens + 1, value
+        lengths[row] += 1
+    return lengths
+
+
+@given(confidence=confidences, rate=rates, active=st.lists(st.booleans(), min_size=R, max_size=R), order=st.permutations(range(R)))
+def test_select_prefix_is_algorithm_1(confidence, rate, active, order):
+    survival, active, rate, request_id = _survival(confidence), np.array(active), np.array(rate, np.float32), np.array(order, np.int32)
+    lengths = SELECT(jnp.asarray(survival), jnp.asarray(active), jnp.asarray(rate), jnp.asarray(request_id))
+    assert np.asarray(lengths).tolist() == _algorithm_1(survival, active, rate, request_id)
+
+
+@given(confidence=confidences, order=st.permutations(range(R)))
+def test_ties_go_by_request_and_not_by_slot(confidence, order):
+    """[B2] Requests in other slots get the same lengths."""
+    survival, request_id = _survival(confidence), jnp.asarray(order, jnp.int32)
+    rate = jnp.asarray(JAGGED.steps_per_second(R * (G + 1)))
+    lengths = np.asarray(SELECT(jnp.asarray(survival), ALL, rate, IDS))
+    moved = np.asarray(SELECT(jnp.asarray(survival[np.array(order)]), ALL, rate, request_id))
+    assert moved.tolist() == lengths[np.array(order)].tolist()
+
+
+def _forecast_stop(survival: np.ndarray, curve: StepCurve, continuation: tuple[float, ...]) -> int:
+    """One request, draft by draft."""
+    length = 0
+    for k in range(1, len(survival) + 1):
+        stop = (1 + sum(survival[: k - 1])) / curve.seconds(k)
+        going_on = []
+        for j in range(k, len(survival) + 1):
+            further = sum(math.prod(continuation[k:i]) for i in range(k + 1, j + 1))
+            going_on.append((1 + sum(survival[:k]) + survival[k - 1] * further) / curve.seconds(1 + j))
+        if not max(going_on) > stop + 1e-6 * stop:
+            break
+        length = k
+    return length
+
+
+@given(confidence=confidences, curve=st.sampled_from([STAIRCASE, JAGGED]))
+def test_forecast_stop_is_the_sequential_rule(confidence, curve):
+    survival = _survival(np.array(confidence) * 0.99)
+    # An irregular constant keeps throughputs apart by more than rounding.
+    continuation = (0.7512, 0.5077, 0.8731, 0.2539)
+    lengths = np.asarray(_forecast_lengths(curve, continuation)(jnp.asarray(survival), ALL, CONTEXT, IDS))
+    assert lengths.tolist() == [_forecast_stop(row.astype(float), curve, continuation) for row in survival]
+
+
+@functools.cache
+def _forecast_lengths(curve: StepCurve, continuation: tuple[float, ...]):
+    return jax.jit(ForecastStop(curve, continuation).lengths)
+
+
+def _throughput(survival: np.ndarray, curve: StepCurve) -> list[float]:
+    return [(1 + survival[:n].sum()) / curve.seconds(1 + n) for n in range(G + 1)]
+
+
+@pytest.mark.parametrize("curve", [STAIRCASE, JAGGED])
+@given(confidence=confidences)
+def test_forecast_stop_never_beats_the_best_length(curve, confidence):
+    survival = _survival(confidence)
+    lengths = np.asarray(_forecast_lengths(curve, CONTINUATION)(jnp.asarray(survival), ALL, CONTEXT, IDS))
+    for row, length in zip(survival, lengths, strict=True):
+        assert _throughput(row, curve)[length] <= max(_throughput(row, curve))
+
+
+@pytest.mark.parametrize("curve", [STAIRCASE, JAGGED])
+@pytest.mark.parametrize("continuation", [CONTINUATION, (0.9, 0.9, 0.9, 0.9), (0.3, 0.95, 0.9, 0.2), (0.05, 0.1, 0.1, 0.1)])
+def test_forecast_stop_finds_the_best_length_where_the_forecast_is_right(curve, continuation):
+    """On a staircase too, where Algorithm 1 stops at the first edge."""
+    survival = np.tile(np.cumprod(np.float32(continuation)), (R, 1))
+    length = int(_forecast_lengths(curve, continuation)(jnp.asarray(survival), ALL, CONTEXT, IDS)[0])
+    throughput = _throughput(survival[0], curve)
+    assert throughput[length] >= max(throughput) * (1 - 1e-6)
+
+
+def test_algorithm_1_stops_at_an_edge_that_the_forecast_crosses():
+    survival = jnp.tile(jnp.cumprod(jnp.full(G, 0.9))[None], (1, 1))
+    one = (jnp.ones(1, bool), jnp.full(1, 10, jnp.int32), jnp.zeros(1, jnp.int32))
+    curve = StepCurve(tokens=(1, 5), seconds_per_step=(1.0, 2.0))
+    assert int(PrefixSchedule(curve).lengths(survival, *one)[0]) == 0
+    assert int(ForecastStop(curve, (0.9,) * G).lengths(survival, *one)[0]) == G
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@given(confidence=confidences, row=st.integers(0, R - 1), k=st.integers(0, G - 1), other=st.lists(eighths, min_size=G, max_size=G))
+def test_no_policy_lets_later_confidence_decide(name, confidence, row, k, other):
+    """[A6] Changing c_{k+1..} never changes whether draft k (from 0) is verified."""
+    before = np.cumprod(np.array(confidence, np.float32), axis=1)
+    changed = np.array(confidence, np.float32)
+    changed[row, k + 1 :] = other[k + 1 :]
+    after = np.cumprod(changed, axis=1)
+    lengths = [int(LENGTHS[name](jnp.asarray(each), ALL, CONTEXT, IDS)[row]) for each in (before, after)]
+    assert (lengths[0] > k) == (lengths[1] > k)
+
+
+@pytest.mark.parametrize("name", [name for name in POLICIES if name != "fixed"])
+def test_nan_confidence_counts_as_zero_and_idle_rows_get_nothing(name):
+    survival = np.full((R, G), 0.9, np.float32)
+    with_nan, with_zero = survival.copy(), survival.copy()
+    with_nan[1, 1:], with_zero[1, 1:] = np.nan, 0.0
+    active = jnp.array([True, True, False])
+    lengths = [np.asarray(LENGTHS[name](jnp.asarray(each), active, CONTEXT, IDS)).tolist() for each in (with_nan, with_zero)]
+    assert lengths[0] == lengths[1]
+    assert lengths[0][1] <= 1 and lengths[0][2] == 0
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_policy_runs_on_hopeless_and_on_finished_batches(name):
+    """[F4] No confidence at all gives lengths within range; nobody active gives none."""
+    hopeless = np.asarray(LENGTHS[name](jnp.zeros((R, G)), ALL, CONTEXT, IDS))
+    assert np.all(hopeless == (2 if name == "fixed" else 0))
+    assert not np.any(np.asarray(LENGTHS[name](jnp.ones((R, G)), ~ALL, CONTEXT, IDS)))
+
+
+def test_a_capacity_is_never_exceeded():
+    """[F2] Beyond the largest bucket the rate is 0, so that the scheduled tokens fit into it."""
+    curve = StepCurve(tokens=(3, 7), seconds_per_step=(1.0, 1.02))
+    lengths = np.asarray(PrefixSchedule(curve).lengths(jnp.full((R, G), 0.95), ALL, CONTEXT, IDS))
+    assert R + lengths.sum() == 7
+
+
+def test_confidence_threshold_is_per_step():
+    """The reference's rule: the third step's own confidence is below 0.6, though the second's product already is."""
+    survival = jnp.asarray(np.cumprod(np.array([[0.7, 0.7, 0.5, 0.9]], np.float32), axis=1))
+    one = (jnp.ones(1, bool), jnp.full(1, 10, jnp.int32), jnp.zeros(1, jnp.int32))
+    assert [int(ConfidenceThreshold(t).lengths(survival, *one)[0]) for t in (0.0, 0.45, 0.6, 0.75)] == [4, 4, 2, 0]
+
+
+def test_falling_rates_trim_and_rising_ones_verify_everything():
+    """[F1] A curve that falls steeply trims, one that hardly costs anything does not."""
+    survival = jnp.asarray(np.tile(np.cumprod(np.full(G, 0.6, np.float32)), (R, 1)))
+    steep = StepCurve(tokens=tuple(range(1, 16)), seconds_per_step=tuple(float(n) for n in range(1, 16)))
+    cheap = StepCurve(tokens=tuple(range(1, 16)), seconds_per_step=tuple(1 + 0.001 * n for n in range(1, 16)), draft_seconds=1.0)
+    assert not np.any(np.asarray(PrefixSchedule(steep).lengths(survival, ALL, CONTEXT, IDS)))
+    with pytest.warns(FlatCurveWarning):
+        flat = StepCurve(tokens=(3, 15), seconds_per_step=(1.0, 1.0))
+    for curve in (cheap, flat):
+        assert np.all(np.asarray(PrefixSchedule(curve).lengths(survival, ALL, CONTEXT, IDS)) == G)
+
+
+def test_the_cost_of_a_round_is_that_of_its_bucket():
+    assert [round(STAIRCASE.seconds(n), 3) for n in (0, 1, 2, 5, 6, 8, 15)] == [0.036, 0.036, 0.049, 0.049, 0.058, 0.058, 0.087]
+    assert STAIRCASE.seconds(16) == math.inf
+    assert STAIRCASE.steps_per_second(16)[16] == 0
+    assert hash(STAIRCASE) == hash(StepCurve(STAIRCASE.tokens, STAIRCASE.seconds_per_step, STAIRCASE.draft_seconds))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (((), ()), "tokens is empty"),
+        (((1, 2), (1.0,)), "seconds_per_step has 1 values"),
+        (((2, 1), (1.0, 2.0)), "ascending"),
+        (((0, 1), (1.0, 2.0)), "positive bucket"),
+        (((1, 2), (1.0, 0.0)), "positive numbers"),
+        (((1, 2), (1.0, math.nan)), "positive numbers"),
+        (((1, 2), (1.0, 2.0), -1.0), "draft_seconds is -1"),
+    ],
+)
+def test_a_bad_curve_is_refused(arguments, message):
+    """[F1] A missing or meaningless table is an error."""
+    with pytest.raises(ValueError, match=message):
+        StepCurve(*arguments)
+
+
+def test_bad_policies_are_refused():
+    with pytest.raises(ValueError, match="length is -1"):
+        FixedLength(-1)
+    with pytest.raises(ValueError, match="threshold is 1.5"):
+        ConfidenceThreshold(1.5)
+    with pytest.raises(ValueError, match="continuation is"):
+        ForecastStop(STAIRCASE, (0.5, 1.5))
+    with pytest.raises(ValueError, match="continuation has 2 entries"):
+        ForecastStop(STAIRCASE, (0.5, 0.5)).lengths(jnp.ones((R, G)), ALL, CONTEXT, IDS)
+    with pytest.raises(ValueError, match="steps_per_second has 3 entries"):
+        select_prefix(jnp.ones((R, G)), ALL, jnp.ones(3))
