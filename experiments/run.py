@@ -1,0 +1,53 @@
+"""The launcher: `python -m experiments.run COMMAND ...`; `--help` behind any command lists its options."""
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from experiments.presets import PRESETS
+from experiments.release_drafter import Release, release_drafter
+from experiments.train_drafter import train
+from experiments.write_texts import WriteTexts, summary, write_texts
+
+
+def train_command(
+    preset: Annotated[str, tyro.conf.Positional],
+    data: tuple[Path, ...] | None = None,
+    out: Path | None = None,
+    stop_step: int | None = None,
+    batch_size: int | None = None,
+    micro_batches: int | None = None,
+    checkpoint_every: int | None = None,
+    seed: int | None = None,
+) -> None:
+    """Train a drafter by a preset of `experiments/presets.py`; what is left out stays as the preset has it."""
+    if preset not in PRESETS:
+        raise ValueError(f"preset is {preset!r}; known: {', '.join(sorted(PRESETS))}")
+    run = PRESETS[preset]()
+    given = {"data": data, "out": out, "stop_step": stop_step, "batch_size": batch_size, "checkpoint_every": checkpoint_every, "seed": seed}
+    run = dataclasses.replace(run, **{name: value for name, value in given.items() if value is not None})
+    if micro_batches is not None:
+        run = dataclasses.replace(run, train=dataclasses.replace(run.train, micro_batches=micro_batches))
+    train(run)
+
+
+def release_command(release: Annotated[Release, tyro.conf.OmitArgPrefixes]) -> None:
+    """Measure a trained drafter, cut its draft vocabulary, calibrate its confidence and write it with its model card."""
+    release_drafter(release)
+
+
+def texts_command(config: Annotated[WriteTexts, tyro.conf.OmitArgPrefixes]) -> None:
+    """Let the target answer the project's own prompts: texts to train on."""
+    path = write_texts(config)
+    print(f"{path}: " + ", ".join(f"{count} {name}" for name, count in summary(path).items()))
+
+
+def main() -> None:
+    """Read the command line."""
+    tyro.extras.subcommand_cli_from_dict({"texts": texts_command, "train": train_command, "release": release_command})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""A run that is stopped and resumed is the run that was not stopped, and damage on disk costs one checkpoint at most."""
+
+import logging
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dspark_jax.checkpoint import restore_checkpoint, save_checkpoint, saved_steps
+from dspark_jax.losses import DraftLossConfig
+from dspark_jax.sharding import make_mesh, replicated
+from dspark_jax.targets.dense import DenseConfig, DenseTarget
+from dspark_jax.train import OptimizerConfig, TrainConfig, init_train_state, train_step
+from tests.linear_drafter import LinearDrafter
+
+STATE = {"weight": jnp.arange(6.0).reshape(2, 3), "step": jnp.asarray(4, jnp.int32), "rng": jax.random.key(7)}
+
+
+def same_bits(have, want):
+    def raw(x):
+        return np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
+
+    pairs = zip(jax.tree.leaves(have), jax.tree.leaves(want), strict=True)
+    return all(raw(a).dtype == raw(b).dtype and raw(a).tobytes() == raw(b).tobytes() for a, b in pairs)
+
+
+def test_n_and_n_steps_are_bit_for_bit_two_n_steps(tmp_path):
+    """[E7] Parameters, moments, random numbers and the position in the data all come back."""
+    target = DenseTarget(DenseConfig(61, 16, 24, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8))
+    drafter = LinearDrafter()
+    optimizer = OptimizerConfig(8)
+    config = TrainConfig(optimizer, DraftLossConfig(chunk=64), num_anchors=3)
+    target_params, params = jax.jit(target.init)(jax.random.key(1)), jax.jit(drafter.init)(jax.random.key(2))
+    texts = np.random.default_rng(0).integers(0, 61, (16, 12))
+
+    def start():
+        return init_train_state(jax.random.key(3), params, optimizer), {"epoch": 0, "row": 0}
+
+    def run(state, position, steps):
+        for _ in range(steps):
+            rows = np.random.default_rng(position["epoch"]).permutation(16)[position["row"] : position["row"] + 4]
+            ids = jnp.asarray(texts[rows], jnp.int32)
+            state, _ = train_step(target, drafter, config, state, target_params, ids, ids > 9)
+            following = position["row"] + 4
+            position = {"epoch": position["epoch"] + following // 16, "row": following % 16}
+        return state, position
+
+    straight, _ = run(*start(), 8)
+    state, position = run(*start(), 4)
+    save_checkpoint(tmp_path, int(state.step), state, position, {"num_anchors": 3})
+    del state, position
+    found = restore_checkpoint(tmp_path, jax.eval_shape(lambda: start()[0]))
+    assert found.step == 4 and found.config == {"num_anchors": 3} and found.position == {"epoch": 1, "row": 0}
+    resumed, _ = run(found.state, found.position, 4)
+    assert same_bits(resumed, straight)
+
+
+def test_the_last_few_steps_are_kept_and_a_step_can_be_written_again(tmp_path):
+    for step in (1, 2, 3, 3):
+        save_checkpoint(tmp_path, step, STATE | {"step": jnp.asarray(step)}, {"row": step}, {}, keep=2)
+    assert saved_steps(tmp_path) == [2, 3]
+    found = restore_checkpoint(tmp_path, STATE)
+    assert found.step == 3 and found.position == {"row": 3} and int(found.state["step"]) == 3
+
+
+def damage_by_truncation(folder):
+    largest = max((folder / "state").rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
+    largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
+
+
+def damage_by_absence(folder):
+    shutil.rmtree(folder / "state")
+
+
+def damage_by_other_arrays(folder):
+    other = folder.parent.parent / "other"
+    save_checkpoint(other, 9, STATE | {"weight": STATE["weight"] + 1}, {}, {})
+    shutil.rmtree(folder / "state")
+    shutil.copytree(other / "9" / "state", folder / "state")
+
+
+@pytest.mark.parametrize("damage", [damage_by_truncation, damage_by_absence, damage_by_other_arrays])
+def test_a_damaged_step_is_passed_over_with_a_message(tmp_path, caplog, damage):
+    folder = tmp_path / "run"
+    for step in (1, 2):
+        save_checkpoint(folder, step, STATE, {"row": step}, {})
+    damage(folder / "2")
+    with caplog.at_level(logging.WARNING, "dspark_jax.checkpoint"):
+        found = restore_checkpoint(folder, STATE)
+    assert found.step == 1 and same_bits(found.state, STATE)
+    assert "checkpoint of step 2" in caplog.text and "trying the one before it" in caplog.text
+
+
+def test_a_step_that_was_being_written_when_the_run_died_does_not_count(tmp_path):
+    save_checkpoint(tmp_path, 1, STATE, {}, {})
+    shutil.copytree(tmp_path / "1", tmp_path / "2.orbax-checkpoint-tmp-1")
+    assert saved_steps(tmp_path) == [1]
+    assert restore_checkpoint(tmp_path, STATE).step == 1
+
+
+def test_where_nothing_was_saved_there_is_nothing_to_resume(tmp_path):
+    assert restore_checkpoint(tmp_path / "absent", STATE) is None
+    assert restore_checkpoint(tmp_path, STATE) is None
+
+
+def test_a_checkpoint_of_another_state_is_refused_with_the_reason(tmp_path):
+    save_checkpoint(tmp_path, 1, STATE, {}, {})
+    with pytest.raises(ValueError, match=r"step 1: array \['weight'\] is float32\[2, 3\], and float32\[3, 3\] is wanted"):
+        restore_checkpoint(tmp_path, STATE | {"weight": jnp.zeros((3, 3))})
+    with pytest.raises(ValueError, match=r"step 1: array \['another'\] is absent, and float32\[3\] is wanted"):
+        restore_checkpoint(tmp_path, {"another": jnp.zeros(3)})
+
+
+def test_arrays_come_back_in_the_sharding_that_is_asked_for(tmp_path):
+    save_checkpoint(tmp_path, 1, STATE, {}, {})
+    wanted = replicated(make_mesh(data=8))
+    found = restore_checkpoint(tmp_path, jax.device_put(STATE, wanted))
+    assert found.state["weight"].sharding.is_equivalent_to(wanted, 2) and same_bits(found.state, STATE)
+
+
+def test_keeping_no_checkpoint_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="keep is 0"):
+        save_checkpoint(tmp_path, 1, STATE, {}, {}, keep=0)
