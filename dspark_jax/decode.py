@@ -208,10 +208,13 @@ def start(
 
     Raises:
       ValueError: an empty prompt, a token or stop id outside the vocabulary, a budget below 1, a request that does not fit into
-        max_len, request ids that repeat.
+        max_len, request ids that repeat, budgets or sampling settings of another number than the prompts.
     """
     num_rows, vocab_size = len(prompts), plan.target.spec.vocab_size
-    budgets = np.broadcast_to(np.asarray(max_new_tokens, np.int32), (num_rows,))
+    asked = np.asarray(max_new_tokens, np.int32)
+    if asked.ndim and len(asked) != num_rows:
+        raise ValueError(f"max_new_tokens has {len(asked)} entries; allowed is one for all, or one per request ({num_rows})")
+    budgets = np.broadcast_to(asked, (num_rows,))
     lengths = np.asarray([len(prompt) for prompt in prompts], np.int32)
     if num_rows == 0 or lengths.min() < 1:
         raise ValueError("prompts has no entry, or an empty one; every request needs at least one token")
@@ -227,6 +230,8 @@ def start(
     names = list(range(num_rows)) if request_ids is None else list(request_ids)
     if len(names) != num_rows or len(set(names)) != num_rows:
         raise ValueError(f"request_ids is {names}; allowed are {num_rows} distinct ids")
+    if sampling is not None and sampling.temperature.shape[0] != num_rows:
+        raise ValueError(f"sampling has settings for {sampling.temperature.shape[0]} requests; there are {num_rows}")
     ids = np.zeros((num_rows, slots), np.int32)
     for row, prompt in enumerate(prompts):
         ids[row, : len(prompt)] = prompt

@@ -346,7 +346,9 @@ def walk_texts(readings: Iterable[TextReading], rule: WalkRule) -> WalkTotals:
 def confidence_rounds(readings: Iterable[TextReading], rule: WalkRule) -> tuple[np.ndarray, np.ndarray]:
     """Confidence logits [K, G] of the walked rounds, and prefix labels [K, G] (drafts 1..k were all accepted).
 
-    Rounds nearer to the end of their text than a whole block are left out: every round has a label at every position.
+    Rounds nearer to the end of their text than a whole block are left out: every round has a label at every position. Confidence is
+    that of the recorded previous tokens: up to the first rejected draft it is what a decoding loop would see, behind it (where
+    every label is 0) a loop would read W1 of the rejected draft instead.
 
     Raises:
       ValueError: the drafter has no confidence head, or no round is whole.

@@ -100,6 +100,7 @@ def draft_denominators(sites: Sites, draft_ids: Int[Array, "Vd"] | None) -> Deno
     )
 
 
+@typed
 def total_loss(terms: LossTerms, config: DraftLossConfig, denominators: Denominators | None = None) -> Float[Array, ""]:
     """The weighted sum of the three means; `denominators` are those of a larger batch, or None for the terms' own."""
     below = terms.denominators if denominators is None else denominators
@@ -185,6 +186,7 @@ def draft_loss(
     return objective + config.confidence * terms.confidence / (below.confidence + EPSILON), terms
 
 
+@typed
 def loss_metrics(terms: LossTerms, config: DraftLossConfig) -> dict[str, Array]:
     """Means for people to read: scalars, and one entry per step of the block for `accept_rate` and `agreement`.
 

@@ -191,8 +191,8 @@ def read_sites(
     batch: TrainBatch,
     sites: Sites,
     chunk: int,
-    factors: Array,
-) -> tuple[Array, Readout]:
+    factors: Float[Array, "2"],
+) -> tuple[Float[Array, ""], Readout]:
     """`factors[0]` x sum of weight x CE plus `factors[1]` x sum of weight x L1 over all sites, and the readout [P] behind it.
 
     Gradients of the first flow to `params` and `sites.hidden` and `sites.latent`; none flow through the readout.
@@ -224,7 +224,8 @@ def read_sites(
     split = _split_of(drafter, params, head, sites.hidden[:1], sites.latent[:1])
     reached, others = split.split(params)
     fixed = jax.lax.stop_gradient(_Fixed(others, head, teacher_head, batch.last_hidden, factors))
-    objective, readout = _readout(drafter, split, reached, in_chunks(sites.hidden), in_chunks(sites.latent), site, fixed)
+    result: Any = _readout(drafter, split, reached, in_chunks(sites.hidden), in_chunks(sites.latent), site, fixed)
+    objective, readout = result
 
     def in_order(x: Array) -> Array:
         rows = jnp.moveaxis(x, 0, 1).reshape(num_rows, num_chunks * size)[:, :per_row]

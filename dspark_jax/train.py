@@ -9,7 +9,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from jaxtyping import PRNGKeyArray
 from dspark_jax.anchors import read_batch, sample_anchors
 from dspark_jax.losses import DraftLossConfig, LossTerms, draft_denominators, draft_loss, loss_metrics
 from dspark_jax.protocols import Drafter, Target, TargetHead, TrainBatch
-from dspark_jax.typing import Array, Bool, Float, Int, Params, typed
+from dspark_jax.typing import Array, Bool, Int, Params, typed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,13 +111,13 @@ class TrainState:
     rng: PRNGKeyArray
 
 
-def learning_rate(config: OptimizerConfig) -> Callable[[Int[Array, ""]], Float[Array, ""]]:
+def learning_rate(config: OptimizerConfig) -> optax.Schedule:
     """The learning rate of step 0, 1, ...: the s-th warm-up step takes (s + 1) / w of the way up, then a cosine over the rest."""
     warmup = config.warmup_steps
     decay = config.total_steps - warmup
     peak, first, last = config.learning_rate, config.init_learning_rate, config.final_learning_rate
 
-    def rate(step: Int[Array, ""]) -> Float[Array, ""]:
+    def rate(step: Any) -> Array:
         done = jnp.asarray(step).astype(jnp.float32)
         up = first + (peak - first) * (done + 1.0) / max(warmup, 1)
         share = (done - warmup) / decay
@@ -152,10 +152,10 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
         optax.adamw(learning_rate(config), config.beta1, config.beta2, config.epsilon, weight_decay=config.weight_decay),
     )
 
-    def update(gradients: Any, opt_state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         # optax raises a float to the power of its integer step count, which strict promotion would refuse.
         with jax.numpy_dtype_promotion("standard"):
-            return chain.update(gradients, opt_state, params)
+            return chain.update(updates, state, params, **extra)
 
     return optax.GradientTransformation(chain.init, update)
 
@@ -207,7 +207,7 @@ class _Objective:
         return draft_denominators(self.drafter.prediction_sites(_cast(params, self.dtype), self.head, blank), self.draft_ids)
 
     def __call__(self, params: Params, batch: TrainBatch, denominators: Any) -> tuple[Array, LossTerms]:
-        batch = batch.replace(features=batch.features.astype(self.dtype))
+        batch = dataclasses.replace(batch, features=batch.features.astype(self.dtype))
         return draft_loss(self.drafter, _cast(params, self.dtype), self.head, self.teacher_head, batch, self.config.loss, denominators)
 
 
@@ -241,7 +241,8 @@ def _step(
         "grad_norm": _global_norm(gradients),
         "learning_rate": learning_rate(config.optimizer)(state.step),
     }
-    return state.replace(step=state.step + 1, params=optax.apply_updates(state.params, updates), opt_state=opt_state), metrics
+    params: Any = optax.apply_updates(cast(Any, state.params), updates)
+    return dataclasses.replace(state, step=state.step + 1, params=params, opt_state=opt_state), metrics
 
 
 @partial(jax.jit, static_argnames=("target", "drafter", "config"), donate_argnames=("state",))

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import tyro
 
+from experiments.plot_training import plot_training
 from experiments.presets import PRESETS
 from experiments.release_drafter import Release, release_drafter
 from experiments.train_drafter import train
@@ -44,9 +45,14 @@ def texts_command(config: Annotated[WriteTexts, tyro.conf.OmitArgPrefixes]) -> N
     print(f"{path}: " + ", ".join(f"{count} {name}" for name, count in summary(path).items()))
 
 
+def plot_command(run: Annotated[Path, tyro.conf.Positional], out: Path) -> None:
+    """Draw a training run beside the curve of the released drafter."""
+    plot_training(run, out)
+
+
 def main() -> None:
     """Read the command line."""
-    tyro.extras.subcommand_cli_from_dict({"texts": texts_command, "train": train_command, "release": release_command})
+    tyro.extras.subcommand_cli_from_dict({"plot": plot_command, "texts": texts_command, "train": train_command, "release": release_command})
 
 
 if __name__ == "__main__":

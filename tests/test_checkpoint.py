@@ -18,6 +18,12 @@ from tests.linear_drafter import LinearDrafter
 STATE = {"weight": jnp.arange(6.0).reshape(2, 3), "step": jnp.asarray(4, jnp.int32), "rng": jax.random.key(7)}
 
 
+def restored(folder, like):
+    found = restore_checkpoint(folder, like)
+    assert found is not None
+    return found
+
+
 def same_bits(have, want):
     def raw(x):
         return np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
@@ -51,7 +57,7 @@ def test_n_and_n_steps_are_bit_for_bit_two_n_steps(tmp_path):
     state, position = run(*start(), 4)
     save_checkpoint(tmp_path, int(state.step), state, position, {"num_anchors": 3})
     del state, position
-    found = restore_checkpoint(tmp_path, jax.eval_shape(lambda: start()[0]))
+    found = restored(tmp_path, jax.eval_shape(lambda: start()[0]))
     assert found.step == 4 and found.config == {"num_anchors": 3} and found.position == {"epoch": 1, "row": 0}
     resumed, _ = run(found.state, found.position, 4)
     assert same_bits(resumed, straight)
@@ -61,7 +67,7 @@ def test_the_last_few_steps_are_kept_and_a_step_can_be_written_again(tmp_path):
     for step in (1, 2, 3, 3):
         save_checkpoint(tmp_path, step, STATE | {"step": jnp.asarray(step)}, {"row": step}, {}, keep=2)
     assert saved_steps(tmp_path) == [2, 3]
-    found = restore_checkpoint(tmp_path, STATE)
+    found = restored(tmp_path, STATE)
     assert found.step == 3 and found.position == {"row": 3} and int(found.state["step"]) == 3
 
 
@@ -88,7 +94,7 @@ def test_a_damaged_step_is_passed_over_with_a_message(tmp_path, caplog, damage):
         save_checkpoint(folder, step, STATE, {"row": step}, {})
     damage(folder / "2")
     with caplog.at_level(logging.WARNING, "dspark_jax.checkpoint"):
-        found = restore_checkpoint(folder, STATE)
+        found = restored(folder, STATE)
     assert found.step == 1 and same_bits(found.state, STATE)
     assert "checkpoint of step 2" in caplog.text and "trying the one before it" in caplog.text
 
@@ -97,7 +103,7 @@ def test_a_step_that_was_being_written_when_the_run_died_does_not_count(tmp_path
     save_checkpoint(tmp_path, 1, STATE, {}, {})
     shutil.copytree(tmp_path / "1", tmp_path / "2.orbax-checkpoint-tmp-1")
     assert saved_steps(tmp_path) == [1]
-    assert restore_checkpoint(tmp_path, STATE).step == 1
+    assert restored(tmp_path, STATE).step == 1
 
 
 def test_where_nothing_was_saved_there_is_nothing_to_resume(tmp_path):
@@ -116,7 +122,7 @@ def test_a_checkpoint_of_another_state_is_refused_with_the_reason(tmp_path):
 def test_arrays_come_back_in_the_sharding_that_is_asked_for(tmp_path):
     save_checkpoint(tmp_path, 1, STATE, {}, {})
     wanted = replicated(make_mesh(data=8))
-    found = restore_checkpoint(tmp_path, jax.device_put(STATE, wanted))
+    found = restored(tmp_path, jax.device_put(STATE, wanted))
     assert found.state["weight"].sharding.is_equivalent_to(wanted, 2) and same_bits(found.state, STATE)
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from dspark_jax.readout import compare
 from dspark_jax.weights import load_drafter, load_target
 from tests.linear_drafter import LinearDrafter
 
-ACTIVATIONS = {"atol": 2e-5, "rtol": 2e-4}
+ACTIVATIONS: dict[str, Any] = {"atol": 2e-5, "rtol": 2e-4}
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +190,9 @@ def test_memory_does_not_grow_with_anchors_times_vocabulary():
     def temporary_bytes(num_anchors):
         params, head, batch = jax.eval_shape(functools.partial(small_case, drafter, num_anchors))
         compiled = evaluate.lower(drafter, params, head, head, batch, DraftLossConfig(chunk=chunk)).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
+        memory = compiled.memory_analysis()
+        assert memory is not None
+        return memory.temp_size_in_bytes
 
     few, many = temporary_bytes(32), temporary_bytes(128)
     one_chunk = chunk * vocab_size * 4
@@ -237,6 +240,7 @@ def test_the_confidence_loss_reaches_the_backbone_unless_detached(golden, refere
 
     def objective(params):
         sites = drafter.prediction_sites(params, head, batch)
+        assert sites.confidence_logits is not None
         return jnp.sum(sites.weight * jax.nn.softplus(sites.confidence_logits))
 
     named = reference_names(jax.jit(jax.grad(objective))(params))

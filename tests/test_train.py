@@ -1,6 +1,7 @@
 """The optimizer step is the reference's where it should be, and the same however a batch is split or spread."""
 
 import dataclasses
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -70,7 +71,7 @@ def test_clipped_adamw_is_the_references(golden):
     config = OptimizerConfig(12, learning_rate=6e-4, warmup_ratio=0.25, weight_decay=float(units["weight_decay"]), reference_overshoot=True)
     np.testing.assert_allclose(rates(config, 12), units["lr"], rtol=1e-5)
     optimizer = make_optimizer(config)
-    params = {"weight": jnp.asarray(units["init_weight"]), "bias": jnp.asarray(units["init_bias"])}
+    params: Any = {"weight": jnp.asarray(units["init_weight"]), "bias": jnp.asarray(units["init_bias"])}
     state = optimizer.init(params)
     for step in range(12):
         gradient = {name: jnp.asarray(units[f"grad_{name}"][step]) for name in params}
@@ -227,7 +228,7 @@ def test_blocks_see_nothing_at_or_behind_their_anchor_and_nothing_of_each_other(
 
 def test_a_loss_that_is_no_number_stops_the_run_and_names_step_and_samples(texts, target_params):
     state = new_state(LinearDrafter())
-    state = state.replace(params=state.params | {"mix": state.params["mix"].at[0, 0].set(jnp.nan)})
+    state = dataclasses.replace(state, params={**state.params, "mix": state.params["mix"].at[0, 0].set(jnp.nan)})
     _, metrics = train_step(TARGET, LinearDrafter(), CONFIG, state, target_params, *texts)
     with pytest.raises(FloatingPointError, match="loss is nan at step 12; samples of the batch: 4, 7"):
         require_finite(metrics, 12, [4, 7])
@@ -244,8 +245,8 @@ def test_a_loss_that_is_no_number_stops_the_run_and_names_step_and_samples(texts
         (lambda: OptimizerConfig(1, reference_overshoot=True), "reference_overshoot needs at least 2 steps"),
         (lambda: TrainConfig(OPTIMIZER, num_anchors=0), "num_anchors is 0"),
         (lambda: TrainConfig(OPTIMIZER, micro_batches=0), "micro_batches is 0"),
-        (lambda: TrainConfig(OPTIMIZER, normalise="mean"), "normalise is 'mean'; allowed: global, micro"),
-        (lambda: TrainConfig(OPTIMIZER, compute_dtype="float16"), "compute_dtype is 'float16'; allowed: float32, bfloat16"),
+        (lambda: TrainConfig(OPTIMIZER, normalise=cast(Any, "mean")), "normalise is 'mean'; allowed: global, micro"),
+        (lambda: TrainConfig(OPTIMIZER, compute_dtype=cast(Any, "float16")), "compute_dtype is 'float16'; allowed: float32, bfloat16"),
     ],
 )
 def test_settings_out_of_range_are_refused_by_name(make, message):

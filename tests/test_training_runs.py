@@ -13,6 +13,7 @@ from dspark_jax.data import load_token_sequences
 from dspark_jax.drafters.dspark import DSparkConfig
 from dspark_jax.train import OptimizerConfig, TrainConfig
 from dspark_jax.weights import load_drafter, load_target
+from experiments.plot_training import plot_training, read_curve
 from experiments.presets import PRESETS
 from experiments.train_drafter import TrainRun, spread, train
 from experiments.write_texts import WriteTexts, summary, write_texts
@@ -145,3 +146,15 @@ def test_presets_describe_the_released_drafters():
     assert (run.train.loss.ce, run.train.loss.l1, run.train.loss.confidence) == (0.1, 0.9, 1.0)
     assert (run.drafter.num_layers, run.drafter.markov_rank, run.drafter.block_size) == (2, 64, 7)
     assert run.train.optimizer.warmup_steps == 60
+
+
+def test_a_run_is_drawn_beside_the_released_one(model, texts, tmp_path):
+    pytest.importorskip("matplotlib", reason="needs the package matplotlib (extra `plots`)")
+    run = dataclasses.replace(small_run(model, texts, tmp_path / "run"), stop_step=1)
+    train(run)
+    ((anchors, greedy, sampled),) = read_curve(run.out)
+    assert anchors > 0 and 1.0 <= greedy <= 4.0 and 1.0 <= sampled <= 4.0
+    plot_training(run.out, tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="held_out.jsonl"):
+        plot_training(tmp_path / "nothing", tmp_path / "curve.png")
