@@ -145,14 +145,15 @@ behind position 512), and the card's figure in brackets. The card used 128 answe
 ## Draft vocabulary
 
 Mean over domains and temperatures of the accepted length on the first {first} tokens, drafts of {compared["draft_length"]},
-{compared["texts_per_cell"]} answers each; times are those of one request.
+{compared["texts_per_cell"]} answers each; times are those of one request. Taken: {f"{size:,}" if size else "the whole"}.
 
 {vocabularies}
 
 ## Confidence
 
 Fitted after cutting on the first {first} tokens of every second of these answers, reported on the others' (rounds: {rounds}):
-means over positions of survival (drafts 1..k all accepted). ECE has 20 bins. Of raw and calibrated, the one with the lower ECE is stored.
+means over positions of survival (drafts 1..k all accepted). ECE has 20 bins.
+Of raw and calibrated, the one with the lower Brier score is stored.
 
 {calibration}
 

@@ -198,7 +198,7 @@ class Calibration:
 
 
 def calibrate(cells: Cells, temperature: int, vocabulary: int, block_size: int) -> Calibration:
-    """Fit on every second text of each domain, report on the others (FAULTS F5); of raw and scaled, the one with the lower ECE is kept.
+    """Fit on every second text of each domain, report on the others (FAULTS F5); of raw and scaled, the lower Brier score is kept.
 
     On the first tokens of the answers alone: loops would make the drafter look surer of itself than it is on fresh text.
     """
@@ -225,7 +225,7 @@ def calibrate(cells: Cells, temperature: int, vocabulary: int, block_size: int) 
         survival = model.survival(block, jnp.full(other_logits.shape[:1], float(temperature)))
         metrics[name] = confidence_metrics(survival, other_labels)
     mean = {name: {metric: float(np.mean(values)) for metric, values in of.items()} for name, of in metrics.items()}
-    kept = min(("raw", "calibrated"), key=lambda name: mean[name]["ece"])
+    kept = min(("raw", "calibrated"), key=lambda name: mean[name]["brier"])
     report = {
         "texts_fitted": len(halves[0]),
         "texts_reported": len(halves[1]),

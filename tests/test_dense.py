@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from dspark_jax.targets.dense import DenseConfig, DenseTarget
 from dspark_jax.weights import load_target
 from tests.tiny_models import random_params
 
-ACTIVATIONS = {"atol": 2e-5, "rtol": 2e-4}
+ACTIVATIONS: Any = {"atol": 2e-5, "rtol": 2e-4}
 FOLDERS = ["qwen3_target", "qwen3_target_tied"]
 WIDTH = 28
 TINY = DenseConfig(31, 16, 24, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, rms_norm_eps=1e-5)
@@ -22,7 +23,7 @@ TINY = DenseConfig(31, 16, 24, num_layers=2, num_heads=4, num_kv_heads=2, head_d
 forward = jax.jit(DenseTarget.forward, static_argnums=(0, 4))
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _load(path):
     return load_target(path)
 
