@@ -7,9 +7,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 LOCKED_EXTRAS := --extra models --extra data --extra plots --extra dev
-# Two processes: tracing and compiling, which most of a test's time is, keep one core each busy. `worksteal` hands out neighbouring
-# tests together, so that the tests of a file mostly share one process and what it has compiled.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal --no-header
+# Two processes: tracing and compiling, which most of a test's time is, keep one core each busy. `loadfile` keeps the tests of a file
+# together, which share what they have compiled.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-header
 
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c

@@ -162,41 +162,34 @@ class DSparkDrafter:
             hidden = _apply(self._backbone, params, embeddings, state, method="cached_hidden")
         with jax.named_scope("draft_base_logits"):
             base = head.logits(hidden)
-        previous, carry = anchor, None
-        drawn, floors, logits, confidences = [], [], [], []
-        for k in range(config.block_size):
-            with jax.named_scope("draft_token"):
-                latent, confidence, carry = self._heads_step(params, carry, previous, hidden[:, k])
-                corrected = base[:, k]
-                if self._markov is not None:
-                    corrected = corrected + _apply(self._markov, params["markov_head"], latent, method="bias")
-                # The floor, the draw and the logits that the verifier reads must come from the same bits, not from three fusions.
-                corrected = jax.lax.optimization_barrier(corrected)
-                floor = logit_floor(corrected, sampling)
-                place = jnp.full((num_rows,), k, jnp.int32)
-                draft = draw(
-                    corrected,
-                    floor,
-                    sampling.temperature,
-                    noise.key,
-                    place,
-                    tile_stream=Stream.DRAFT_TILE,
-                    id_stream=Stream.DRAFT_ID,
-                )
-            previous = draft.ids if head.draft_ids is None else head.draft_ids[draft.ids]
-            drawn.append((previous, draft.log_prob, draft.log_normaliser))
-            floors.append(floor)
-            logits.append(corrected)
-            confidences.append(confidence)
-        token_ids, log_q, log_normaliser = (jnp.stack(column, axis=1) for column in zip(*drawn, strict=True))
-        return DraftBlock(
-            ids=token_ids,
-            log_q=log_q,
-            log_normaliser=log_normaliser,
-            floor=jnp.stack(floors, axis=1),
-            confidence_logits=None if self._confidence is None else jnp.stack(confidences, axis=1),
-            logits=jnp.stack(logits, axis=1),
-        )
+
+        def draft_token(carry: tuple[Array, Any], position: tuple[Array, Array, Array]) -> tuple[tuple[Array, Any], tuple]:
+            previous, head_carry = carry
+            hidden_k, corrected, place = position
+            latent, confidence, head_carry = self._heads_step(params, head_carry, previous, hidden_k)
+            if self._markov is not None:
+                corrected = corrected + _apply(self._markov, params["markov_head"], latent, method="bias")
+            # The floor, the draw and the logits that the verifier reads must come from the same bits, not from three fusions.
+            corrected = jax.lax.optimization_barrier(corrected)
+            floor = logit_floor(corrected, sampling)
+            draft = draw(
+                corrected,
+                floor,
+                sampling.temperature,
+                noise.key,
+                jnp.full((num_rows,), place, jnp.int32),
+                tile_stream=Stream.DRAFT_TILE,
+                id_stream=Stream.DRAFT_ID,
+            )
+            token = draft.ids if head.draft_ids is None else head.draft_ids[draft.ids]
+            return (token, head_carry), (token, draft.log_prob, draft.log_normaliser, floor, confidence, corrected)
+
+        # A loop of G steps on the device rather than G copies of its body: a seventh of the program to compile.
+        steps = (hidden.swapaxes(0, 1), base.swapaxes(0, 1), jnp.arange(config.block_size, dtype=jnp.int32))
+        with jax.named_scope("draft_tokens"):
+            _, columns = jax.lax.scan(draft_token, (anchor, None), steps)
+        ids, log_q, log_normaliser, floor, confidence, logits = jax.tree.map(lambda column: column.swapaxes(0, 1), columns)
+        return DraftBlock(ids, log_q, log_normaliser, floor, confidence, logits)
 
     def prediction_sites(self, params: Params, head: TargetHead, batch: TrainBatch) -> Sites:
         """All blocks of a batch in one pass, with the true previous tokens (REFERENCE_FACTS sections 2.3 and 2.4)."""
