@@ -31,6 +31,9 @@ from dspark_jax.typing import Array, Bool, Float, Int, Params, UInt32
 from dspark_jax.verify import verify_tokens
 from pallas_kernels.noise import Stream, seed_key
 
+NO_STOP = -1
+"""Padding of the stop ids; no token has this id."""
+
 
 @dataclasses.dataclass(frozen=True)
 class DecodePlan:
@@ -129,7 +132,10 @@ class DecodeState:
 
 @struct.dataclass
 class RoundStats:
-    """What happened in one round. `emitted` counts tokens after stop and budget cuts; `cut` marks rounds that these shortened."""
+    """What happened in one round; only the rows that are `active` mean something.
+
+    `emitted` counts tokens after stop and budget cuts; `cut` marks rounds that these shortened.
+    """
 
     active: Bool[Array, "R"]
     anchor: Int[Array, "R"]
@@ -190,7 +196,7 @@ def start(
     *,
     max_new_tokens: int | Sequence[int],
     sampling: Sampling | None = None,
-    stop_ids: Sequence[int] = (),
+    stop_ids: Sequence[int] | Sequence[Sequence[int]] = (),
     seed: int = 0,
     request_ids: Sequence[int] | None = None,
     max_len: int | None = None,
@@ -201,7 +207,7 @@ def start(
 
     Args:
       max_new_tokens: token budget, one for all or per request.
-      stop_ids: a request ends with the first of these (kept in its output).
+      stop_ids: a request ends with the first of these (kept in its output); one list for all, or one per request.
       request_ids: name each request's random bits; 0, 1, ... where absent. Several samples of one prompt need distinct ones.
       max_len: T, positions that the caches hold; the longest prompt with its budget where absent.
       prefill_chunk: prompt tokens per request that one forward pass of the prefill takes.
@@ -221,7 +227,9 @@ def start(
     if budgets.min() < 1:
         raise ValueError(f"max_new_tokens is {budgets.min()}; it must be at least 1")
     _check_ids("prompts", [token for prompt in prompts for token in prompt], vocab_size)
-    _check_ids("stop_ids", stop_ids, vocab_size)
+    stops = _stop_lists(stop_ids, num_rows)
+    _check_ids("stop_ids", [token for each in stops for token in each], vocab_size)
+    widest = max(1, *(len(each) for each in stops))
     slots = int((lengths + budgets).max()) if max_len is None else max_len
     if int((lengths + budgets).max()) > slots:
         row = int((lengths + budgets).argmax())
@@ -235,7 +243,6 @@ def start(
     ids = np.zeros((num_rows, slots), np.int32)
     for row, prompt in enumerate(prompts):
         ids[row, : len(prompt)] = prompt
-    stops = np.broadcast_to(np.asarray(list(stop_ids) or [-1], np.int32), (num_rows, max(len(stop_ids), 1)))
     if prefill_chunk < 1:
         raise ValueError(f"prefill_chunk is {prefill_chunk}; it must be at least 1")
     chunk = min(prefill_chunk, slots)
@@ -244,7 +251,7 @@ def start(
         length=jnp.asarray(lengths),
         prompt_length=jnp.asarray(lengths),
         limit=jnp.asarray(lengths + budgets),
-        stop_ids=jnp.asarray(stops),
+        stop_ids=jnp.asarray([each + [NO_STOP] * (widest - len(each)) for each in stops], jnp.int32),
         finished=jnp.zeros((num_rows,), bool),
         request_id=jnp.asarray(names, jnp.int32),
         round=jnp.zeros((num_rows,), jnp.int32),
@@ -254,6 +261,13 @@ def start(
         drafter_state=None if plan.drafter is None else plan.drafter.init_state(num_rows, slots, dtype=cache_dtype),
     )
     return prefill(plan, params, state, jnp.int32(-(-int(lengths.max()) // chunk)), chunk)
+
+
+def _stop_lists(stop_ids: Sequence[int] | Sequence[Sequence[int]], num_rows: int) -> list[list[int]]:
+    lists = [list(each) for each in stop_ids if isinstance(each, Sequence)]
+    if lists and len(lists) != num_rows:
+        raise ValueError(f"stop_ids has {len(lists)} lists; allowed is one list of ids for all, or one per request ({num_rows})")
+    return lists or [[token for token in stop_ids if not isinstance(token, Sequence)]] * num_rows
 
 
 def _check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:

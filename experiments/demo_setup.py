@@ -51,6 +51,7 @@ class DemoOptions:
 
     Attributes:
       prompt: answer this instead of the demo's own prompts.
+      prompts: files of prompts instead, JSONL with `turns`, of which the first is asked; every file is a domain of its own.
       temperature: only at this temperature; 0 and 1 where absent (0 alone for a prompt of your own).
       target: name, folder or GGUF file of the target.
       drafter: folder of the drafter.
@@ -63,6 +64,7 @@ class DemoOptions:
     """
 
     prompt: str | None = None
+    prompts: tuple[Path, ...] = ()
     temperature: float | None = None
     target: str = "smollm2"
     drafter: Path = RELEASED_DRAFTER
@@ -109,18 +111,39 @@ def demo_prompts(per_domain: int) -> list[Prompt]:
     ]
 
 
+def file_prompts(file: Path, count: int) -> list[tuple[str, str]]:
+    """Domain (the name of the file) and text of the first turns of the first `count` lines of a JSONL file.
+
+    Raises:
+      ValueError: the file is missing or too short, or a line has no `turns`.
+    """
+    if not file.is_file():
+        raise ValueError(f"prompts has {file}; allowed are existing JSONL files")
+    lines = file.read_text(encoding="utf-8").splitlines()[:count]
+    if len(lines) < count:
+        raise ValueError(f"prompts has {file} with {len(lines)} lines; prompts_per_domain asks for {count}")
+    prompts = []
+    for number, line in enumerate(lines):
+        turns = json.loads(line).get("turns")
+        if not turns or not isinstance(turns[0], str):
+            raise ValueError(f"prompts has {file}, line {number + 1} without `turns`; allowed is a list of texts")
+        prompts.append((file.stem, turns[0]))
+    return prompts
+
+
 def jobs_of(options: DemoOptions) -> list[Job]:
     """What to answer, in order: one prompt of each domain at each temperature first, so that a short run has seen everything."""
     if options.prompt is not None:
         return [Job("prompt", options.prompt, options.temperature or 0.0)]
     per_domain = 1 if options.quick else options.prompts_per_domain
     temperatures = (0.0, 1.0) if options.temperature is None else (options.temperature,)
-    prompts = demo_prompts(per_domain)
+    prompts = [prompt for file in options.prompts for prompt in file_prompts(file, per_domain)]
+    prompts = prompts or [(prompt.domain, prompt.text) for prompt in demo_prompts(per_domain)]
     jobs = []
     for number in range(per_domain):
         for index, temperature in enumerate(temperatures):
             if index == 0 or number < -(-2 * per_domain // 3):
-                jobs += [Job(each.domain, each.text, temperature) for each in prompts[number::per_domain]]
+                jobs += [Job(domain, text, temperature) for domain, text in prompts[number::per_domain]]
     return jobs
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dspark_jax.calibrate import RawSurvival
-from dspark_jax.decode import DecodeParams, DecodePlan, start
+from dspark_jax.decode import NO_STOP, DecodeParams, DecodePlan, start
 from dspark_jax.drafters.dspark import DSparkConfig, DSparkDrafter
 from dspark_jax.protocols import FlatTokens
 from dspark_jax.sampling import Sampling
@@ -118,3 +118,16 @@ def test_a_logical_axis_without_a_rule_is_refused():
 
     with pytest.raises(ValueError, match="logical axis 'sideways' has no rule; known axes: batch, embed, "):
         parameter_shardings(make_mesh(tensor=8), Odd())
+
+
+def test_stop_ids_are_one_list_for_all_or_one_per_request():
+    def stop_ids(given) -> list[list[int]]:
+        return start(PLAIN, PARAMS, [[1], [2]], max_new_tokens=4, stop_ids=given).stop_ids.tolist()
+
+    assert stop_ids([[3, 4], [0]]) == [[3, 4], [0, NO_STOP]]
+    assert stop_ids([3]) == [[3], [3]]
+    assert stop_ids([]) == [[NO_STOP], [NO_STOP]]
+    with pytest.raises(ValueError, match="stop_ids has 1 lists"):
+        stop_ids([[3]])
+    with pytest.raises(ValueError, match="stop_ids holds -1"):
+        stop_ids([[3], [-1]])

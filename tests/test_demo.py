@@ -25,7 +25,7 @@ from experiments import demo, demo_report, demo_setup, profile_steps
 from experiments.demo import Streamer
 from experiments.demo_report import ALL, Answered, check_line, figures_of, report_json, rich_table, write_picture
 from experiments.demo_rounds import Difference, Kind, Recording, first_difference, record, round_kinds
-from experiments.demo_setup import DemoOptions, continuation_of, jobs_of, settled, survival_of
+from experiments.demo_setup import DemoOptions, Job, continuation_of, jobs_of, settled, survival_of
 from experiments.profile_steps import ProfileOptions, StepProfile
 from tests.tiny_models import LLAMA, random_params, write_target
 
@@ -399,3 +399,17 @@ def test_the_command_line_ends_with_a_message_and_no_traceback(folder, tmp_path,
     )
     assert demo.main() == 2
     assert "is no file or folder" in " ".join(capsys.readouterr().out.split())
+
+
+def test_prompts_come_from_files_a_domain_each(tmp_path):
+    file = tmp_path / "riddles.jsonl"
+    file.write_text('{"turns": ["What has keys?", "And why?"]}\n{"turns": ["What runs?"]}\n{"turns": []}\n')
+    jobs = jobs_of(DemoOptions(prompts=(file,), prompts_per_domain=2, temperature=0.0))
+    assert jobs == [Job("riddles", "What has keys?", 0.0), Job("riddles", "What runs?", 0.0)]
+    for options, complaint in (
+        (DemoOptions(prompts=(file,), prompts_per_domain=3), "line 3 without `turns`"),
+        (DemoOptions(prompts=(file,), prompts_per_domain=4), "asks for 4"),
+        (DemoOptions(prompts=(tmp_path / "absent.jsonl",)), "existing JSONL files"),
+    ):
+        with pytest.raises(ValueError, match=complaint):
+            jobs_of(options)
