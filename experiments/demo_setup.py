@@ -55,9 +55,9 @@ class DemoOptions:
       temperature: only at this temperature; 0 and 1 where absent (0 alone for a prompt of your own).
       target: name, folder or GGUF file of the target.
       drafter: folder of the drafter.
-      max_new_tokens: budget of an answer, its first token included.
+      max_new_tokens: budget of an answer, its first token included; at temperature 1 half of it where both temperatures are shown.
       out: folder for demo.json and demo.png, and for the cache of compiled programs.
-      prompts_per_domain: at temperature 0; two thirds of them are answered at temperature 1 as well.
+      prompts_per_domain: at temperature 0; half of them are answered at temperature 1 as well.
       quick: one prompt per domain, at most 48 tokens.
       time_limit: seconds after which no further prompt is begun.
       seed: of everything that is drawn.
@@ -70,7 +70,7 @@ class DemoOptions:
     drafter: Path = RELEASED_DRAFTER
     max_new_tokens: int = 128
     out: Path = Path("out")
-    prompts_per_domain: int = 3
+    prompts_per_domain: int = 2
     quick: bool = False
     time_limit: float = 160.0
     seed: int = 0
@@ -89,6 +89,11 @@ class DemoOptions:
     def budget(self) -> int:
         """Tokens of an answer."""
         return min(self.max_new_tokens, 48) if self.quick else self.max_new_tokens
+
+    def budget_of(self, job: "Job") -> int:
+        """Tokens of one job's answer."""
+        shows_both = self.temperature is None and self.prompt is None
+        return -(-self.budget // 2) if shows_both and job.temperature > 0 else self.budget
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +147,7 @@ def jobs_of(options: DemoOptions) -> list[Job]:
     jobs = []
     for number in range(per_domain):
         for index, temperature in enumerate(temperatures):
-            if index == 0 or number < -(-2 * per_domain // 3):
+            if index == 0 or number < -(-per_domain // 2):
                 jobs += [Job(domain, text, temperature) for domain, text in prompts[number::per_domain]]
     return jobs
 
@@ -301,7 +306,7 @@ def prefilled(prepared: Prepared, options: DemoOptions) -> Iterator[Callable[[],
             prepared.speculative,
             prepared.params,
             [prepared.prompts[index] for index in chosen],
-            max_new_tokens=options.budget,
+            max_new_tokens=[options.budget_of(jobs[index]) for index in chosen],
             sampling=Sampling.make(rows, [jobs[index].temperature for index in chosen]),
             stop_ids=prepared.tokenizer.stop_ids,
             seed=options.seed,

@@ -218,7 +218,9 @@ def test_jobs_show_every_domain_and_temperature_before_they_repeat():
     jobs = jobs_of(DemoOptions(prompts_per_domain=3))
     assert [(job.domain, job.temperature) for job in jobs[:6]] == [(domain, at) for at in (0.0, 1.0) for domain in DOMAINS]
     assert sum(job.temperature == 0 for job in jobs) == 9 and sum(job.temperature == 1 for job in jobs) == 6
+    assert [DemoOptions(max_new_tokens=65).budget_of(job) for job in jobs[::3][:2]] == [65, 33]
     assert len({(job.text, job.temperature) for job in jobs}) == 15
+    assert DemoOptions(temperature=1.0).budget_of(Job("chat", "Why?", 1.0)) == DemoOptions().max_new_tokens
     assert {job.temperature for job in jobs_of(DemoOptions(temperature=0.7))} == {0.7}
     assert [(job.text, job.temperature) for job in jobs_of(DemoOptions(prompt="Why?", temperature=1.0))] == [("Why?", 1.0)]
 
