@@ -6,7 +6,6 @@ neither model and is in no cache; the target's cache and the drafter's state hol
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,7 +17,6 @@ from dspark_jax.protocols import (
     Committed,
     DraftBlock,
     Drafter,
-    FlatTokens,
     SurvivalModel,
     Target,
     TargetHead,
@@ -29,10 +27,7 @@ from dspark_jax.protocols import (
 from dspark_jax.sampling import Noise, Sampling, draw, logit_floor
 from dspark_jax.typing import Array, Bool, Float, Int, Params, UInt32
 from dspark_jax.verify import verify_tokens
-from pallas_kernels.noise import Stream, seed_key
-
-NO_STOP = -1
-"""Padding of the stop ids; no token has this id."""
+from pallas_kernels.noise import Stream
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,156 +184,7 @@ class Tally:
         )
 
 
-def start(
-    plan: DecodePlan,
-    params: DecodeParams,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int | Sequence[int],
-    sampling: Sampling | None = None,
-    stop_ids: Sequence[int] | Sequence[Sequence[int]] = (),
-    seed: int = 0,
-    request_ids: Sequence[int] | None = None,
-    max_len: int | None = None,
-    prefill_chunk: int = 64,
-    cache_dtype: Any = jnp.float32,
-) -> DecodeState:
-    """Prefill a batch of prompts of any lengths and draw the first token of each.
-
-    Args:
-      max_new_tokens: token budget, one for all or per request.
-      stop_ids: a request ends with the first of these (kept in its output); one list for all, or one per request.
-      request_ids: name each request's random bits; 0, 1, ... where absent. Several samples of one prompt need distinct ones.
-      max_len: T, positions that the caches hold; the longest prompt with its budget where absent.
-      prefill_chunk: prompt tokens per request that one forward pass of the prefill takes.
-
-    Raises:
-      ValueError: an empty prompt, a token or stop id outside the vocabulary, a budget below 1, a request that does not fit into
-        max_len, request ids that repeat, budgets or sampling settings of another number than the prompts.
-    """
-    num_rows, vocab_size = len(prompts), plan.target.spec.vocab_size
-    asked = np.asarray(max_new_tokens, np.int32)
-    if asked.ndim and len(asked) != num_rows:
-        raise ValueError(f"max_new_tokens has {len(asked)} entries; allowed is one for all, or one per request ({num_rows})")
-    budgets = np.broadcast_to(asked, (num_rows,))
-    lengths = np.asarray([len(prompt) for prompt in prompts], np.int32)
-    if num_rows == 0 or lengths.min() < 1:
-        raise ValueError("prompts has no entry, or an empty one; every request needs at least one token")
-    if budgets.min() < 1:
-        raise ValueError(f"max_new_tokens is {budgets.min()}; it must be at least 1")
-    _check_ids("prompts", [token for prompt in prompts for token in prompt], vocab_size)
-    stops = _stop_lists(stop_ids, num_rows)
-    _check_ids("stop_ids", [token for each in stops for token in each], vocab_size)
-    widest = max(1, *(len(each) for each in stops))
-    slots = int((lengths + budgets).max()) if max_len is None else max_len
-    if int((lengths + budgets).max()) > slots:
-        row = int((lengths + budgets).argmax())
-        need = f"{lengths[row]} prompt tokens + a budget of {budgets[row]} = {lengths[row] + budgets[row]}"
-        raise ValueError(f"max_len is {slots}; request {row} needs {need}")
-    names = list(range(num_rows)) if request_ids is None else list(request_ids)
-    if len(names) != num_rows or len(set(names)) != num_rows:
-        raise ValueError(f"request_ids is {names}; allowed are {num_rows} distinct ids")
-    if sampling is not None and sampling.temperature.shape[0] != num_rows:
-        raise ValueError(f"sampling has settings for {sampling.temperature.shape[0]} requests; there are {num_rows}")
-    ids = np.zeros((num_rows, slots), np.int32)
-    for row, prompt in enumerate(prompts):
-        ids[row, : len(prompt)] = prompt
-    if prefill_chunk < 1:
-        raise ValueError(f"prefill_chunk is {prefill_chunk}; it must be at least 1")
-    chunk = min(prefill_chunk, slots)
-    state = DecodeState(
-        ids=jnp.asarray(ids),
-        length=jnp.asarray(lengths),
-        prompt_length=jnp.asarray(lengths),
-        limit=jnp.asarray(lengths + budgets),
-        stop_ids=jnp.asarray([each + [NO_STOP] * (widest - len(each)) for each in stops], jnp.int32),
-        finished=jnp.zeros((num_rows,), bool),
-        request_id=jnp.asarray(names, jnp.int32),
-        round=jnp.zeros((num_rows,), jnp.int32),
-        seed=seed_key(seed),
-        sampling=Sampling.make(num_rows) if sampling is None else sampling,
-        target_cache=plan.target.init_cache(num_rows, slots, dtype=cache_dtype),
-        drafter_state=None if plan.drafter is None else plan.drafter.init_state(num_rows, slots, dtype=cache_dtype),
-    )
-    return prefill(plan, params, state, jnp.int32(-(-int(lengths.max()) // chunk)), chunk)
-
-
-def _stop_lists(stop_ids: Sequence[int] | Sequence[Sequence[int]], num_rows: int) -> list[list[int]]:
-    lists = [list(each) for each in stop_ids if isinstance(each, Sequence)]
-    if lists and len(lists) != num_rows:
-        raise ValueError(f"stop_ids has {len(lists)} lists; allowed is one list of ids for all, or one per request ({num_rows})")
-    return lists or [[token for token in stop_ids if not isinstance(token, Sequence)]] * num_rows
-
-
-def _check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
-    wrong = [token for token in ids if not 0 <= token < vocab_size]
-    if wrong:
-        raise ValueError(f"{field} holds {wrong[0]}; token ids of this target lie in 0..{vocab_size - 1}")
-
-
-@functools.partial(jax.jit, static_argnums=(0, 4), donate_argnums=2)
-def prefill(plan: DecodePlan, params: DecodeParams, state: DecodeState, num_chunks: Int[Array, ""], chunk: int) -> DecodeState:
-    """Run both models over the prompts in `num_chunks` chunks of `chunk` tokens, and draw the first token of every request.
-
-    Only the chunk's size is compiled in, so that prompts of any length share one program.
-
-    The last prompt position is committed to the drafter once the token behind it is known.
-    """
-    num_rows, num_slots = state.ids.shape
-    rows = jnp.arange(num_rows, dtype=jnp.int32)
-    width = plan.target.spec.width
-    dtype = params.head.embedding.dtype
-
-    def run_chunk(index: Array, carry: tuple) -> tuple:
-        target_cache, drafter_state, last_hidden, last_features = carry
-        start = jnp.full((num_rows,), index * chunk, jnp.int32)
-        place = start[:, None] + jnp.arange(chunk, dtype=jnp.int32)
-        count = jnp.clip(state.prompt_length - start, 0, chunk)
-        ids = state.ids[rows[:, None], jnp.minimum(place, num_slots - 1)]
-        tokens = FlatTokens.grid(ids, start, count)
-        hidden, features, target_cache = plan.target.forward(params.target, target_cache, tokens, plan.taps)
-        hidden, features = hidden.reshape(num_rows, chunk, -1), features.reshape(num_rows, chunk, -1)
-        if plan.drafter is not None:
-            committed = Committed(
-                next_ids=state.ids[rows[:, None], jnp.minimum(place + 1, num_slots - 1)],
-                hidden=hidden,
-                features=features,
-                count=jnp.clip(state.prompt_length - 1 - start, 0, chunk),
-            )
-            drafter_state = plan.drafter.commit(params.drafter, params.draft_head, drafter_state, committed)
-        last = state.prompt_length - 1 - start
-        here = ((last >= 0) & (last < chunk))[:, None]
-        last = jnp.clip(last, 0, chunk - 1)
-        last_hidden = jnp.where(here, hidden[rows, last], last_hidden)
-        last_features = jnp.where(here, features[rows, last], last_features)
-        return target_cache, drafter_state, last_hidden, last_features
-
-    carry = (
-        state.target_cache,
-        state.drafter_state,
-        jnp.zeros((num_rows, width), dtype),
-        jnp.zeros((num_rows, width * len(plan.taps)), dtype),
-    )
-    target_cache, drafter_state, last_hidden, last_features = jax.lax.fori_loop(0, num_chunks, run_chunk, carry)
-
-    noise = Noise.of_round(state.seed, state.request_id, state.round)
-    first = _draw_next(params.head.logits(last_hidden), state.sampling, noise)
-    if plan.drafter is not None:
-        committed = Committed(first[:, None], last_hidden[:, None], last_features[:, None], jnp.ones((num_rows,), jnp.int32))
-        drafter_state = plan.drafter.commit(params.drafter, params.draft_head, drafter_state, committed)
-    length = state.prompt_length + 1
-    return dataclasses.replace(
-        state,
-        ids=state.ids.at[rows, state.prompt_length].set(first),
-        length=length,
-        finished=(first[:, None] == state.stop_ids).any(axis=1) | (length >= state.limit),
-        round=state.round + 1,
-        target_cache=target_cache,
-        drafter_state=drafter_state,
-    )
-
-
-def _draw_next(logits: Float[Array, "R V"], sampling: Sampling, noise: Noise) -> Int[Array, "R"]:
+def draw_next(logits: Float[Array, "R V"], sampling: Sampling, noise: Noise) -> Int[Array, "R"]:
     """A token from the target's own distribution: the first one of a request, and every one of plain decoding."""
     return draw(
         logits,
@@ -370,7 +216,7 @@ def _verify_bucket(
     with jax.named_scope("target_logits"):
         logits = params.head.logits(hidden)
     if plan.block_size == 0:
-        next_id = _draw_next(logits[jnp.minimum(first, bucket - 1)], state.sampling, noise)
+        next_id = draw_next(logits[jnp.minimum(first, bucket - 1)], state.sampling, noise)
         verdict = Verdict(num_accepted=jnp.zeros((num_rows,), jnp.int32), next_id=next_id)
     else:
         draft_ids = params.draft_head.draft_ids

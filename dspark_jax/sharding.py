@@ -7,7 +7,7 @@ virtual devices, on a GPU and on every host of a pod.
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -29,12 +29,23 @@ LOGICAL_RULES: Mapping[str, str | tuple[str, ...] | None] = {
 }
 
 
-class HasBoxedParams(Protocol):
-    """A target or drafter, as far as sharding its parameters needs it."""
+class Initialised:
+    """Gives a target or drafter its parameters from one function that initialises its modules, logical axes and all."""
+
+    def _boxed_init(self, rng: jax.Array) -> Any:
+        raise NotImplementedError
+
+    def init(self, rng: jax.Array) -> Any:
+        """Random float32 parameters: weights normal with standard deviation 0.02, norms 1, biases 0."""
+        return nn.meta.unbox(self._boxed_init(rng))
 
     def boxed_params(self) -> Any:
-        """Abstract parameters that still carry their logical axes."""
-        ...
+        """Abstract parameters with their logical axes, for `parameter_shardings`."""
+        return jax.eval_shape(self._boxed_init, jax.random.key(0))
+
+    def abstract_params(self) -> Any:
+        """Shapes and dtypes of the parameters."""
+        return nn.meta.unbox(self.boxed_params())
 
 
 def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
@@ -65,7 +76,7 @@ def _mesh_axes_of(name: str | None, size: int, mesh: Mesh) -> str | tuple[str, .
     return axes if size % shards == 0 else None
 
 
-def parameter_shardings(mesh: Mesh, model: HasBoxedParams) -> Any:
+def parameter_shardings(mesh: Mesh, model: Initialised) -> Any:
     """A NamedSharding for every parameter of `model`, in a tree shaped like its parameters."""
 
     def sharding_of(leaf: Any) -> NamedSharding:

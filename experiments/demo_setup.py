@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from rich.console import Console
 
 from dspark_jax.calibrate import ConstantSurvival, RawSurvival, survival_from_dict
-from dspark_jax.decode import DecodeParams, DecodePlan, DecodeState, start
+from dspark_jax.decode import DecodeParams, DecodePlan, DecodeState
+from dspark_jax.prefill import start
 from dspark_jax.protocols import SurvivalModel, Target
 from dspark_jax.sampling import Sampling
 from dspark_jax.schedule import FlatCurveWarning, ForecastStop

@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from dspark_jax.data import chatml_template, complete_chat, save_token_sequences
-from dspark_jax.decode import DecodeParams, DecodePlan, answers, generate, start
+from dspark_jax.decode import DecodeParams, DecodePlan, answers, generate
+from dspark_jax.prefill import start
 from dspark_jax.sampling import Sampling
 from dspark_jax.tokenizers import load_tokenizer
 from dspark_jax.weights import load_target

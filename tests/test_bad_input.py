@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from dspark_jax.calibrate import RawSurvival
-from dspark_jax.decode import NO_STOP, DecodeParams, DecodePlan, start
+from dspark_jax.decode import DecodeParams, DecodePlan
 from dspark_jax.drafters.dspark import DSparkConfig, DSparkDrafter
+from dspark_jax.prefill import NO_STOP, start
 from dspark_jax.protocols import FlatTokens
 from dspark_jax.sampling import Sampling
 from dspark_jax.schedule import FixedLength
-from dspark_jax.sharding import make_mesh, parameter_shardings
+from dspark_jax.sharding import Initialised, make_mesh, parameter_shardings
 from dspark_jax.targets.dense import DenseConfig, DenseTarget
 from dspark_jax.targets.toy import ToyTarget
 
@@ -112,7 +113,7 @@ def test_a_mesh_that_does_not_fit_the_devices_is_refused(sizes):
 def test_a_logical_axis_without_a_rule_is_refused():
     import flax.linen as nn
 
-    class Odd:
+    class Odd(Initialised):
         def boxed_params(self):
             return {"weight": nn.LogicallyPartitioned(jax.ShapeDtypeStruct((8, 8), jnp.float32), ("embed", "sideways"))}
 

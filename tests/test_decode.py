@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from dspark_jax.calibrate import RawSurvival
-from dspark_jax.decode import DecodeParams, DecodePlan, answers, generate, start, step
+from dspark_jax.decode import DecodeParams, DecodePlan, answers, generate, step
 from dspark_jax.drafters.dspark import DSparkDrafter
+from dspark_jax.prefill import start
 from dspark_jax.protocols import FlatTokens, TrainBatch
 from dspark_jax.sampling import Sampling
 from dspark_jax.schedule import ConfidenceThreshold

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from dspark_jax.calibrate import RawSurvival
-from dspark_jax.decode import DecodeParams, DecodePlan, start, step
+from dspark_jax.decode import DecodeParams, DecodePlan, step
 from dspark_jax.drafters.block_backbone import BlockBackbone, BlockLayer, block_ids, block_targets
 from dspark_jax.drafters.dspark import DSparkConfig, DSparkDrafter
+from dspark_jax.prefill import start
 from dspark_jax.protocols import Committed, FlatTokens, TargetHead, TrainBatch
 from dspark_jax.sampling import Noise, Sampling
 from dspark_jax.schedule import FixedLength

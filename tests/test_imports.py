@@ -23,7 +23,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
         *("dspark_jax.verify", "dspark_jax.schedule", "dspark_jax.calibrate"),
     ),
     (
-        *("dspark_jax.decode", "dspark_jax.losses", "dspark_jax.readout", "dspark_jax.anchors", "dspark_jax.data"),
+        *("dspark_jax.decode", "dspark_jax.prefill", "dspark_jax.losses", "dspark_jax.readout", "dspark_jax.anchors", "dspark_jax.data"),
         *("dspark_jax.checkpoint", "dspark_jax.exactness", "dspark_jax.model_configs", "dspark_jax.weights"),
     ),
     ("dspark_jax.evaluate",),

@@ -13,8 +13,9 @@ from scipy.stats import chi2, ncx2
 
 from dspark_jax import verify
 from dspark_jax.calibrate import RawSurvival
-from dspark_jax.decode import DecodeParams, DecodePlan, RoundStats, Tally, answers, decode_round, generate, start, step
+from dspark_jax.decode import DecodeParams, DecodePlan, RoundStats, Tally, answers, decode_round, generate, step
 from dspark_jax.exactness import law_of_logits
+from dspark_jax.prefill import start
 from dspark_jax.protocols import DraftBlock
 from dspark_jax.sampling import Sampling, draw, logit_floor
 from dspark_jax.targets.toy import ToyTarget

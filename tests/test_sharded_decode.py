@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from dspark_jax.calibrate import RawSurvival
-from dspark_jax.decode import DecodeParams, DecodePlan, answers, generate, start
+from dspark_jax.decode import DecodeParams, DecodePlan, answers, generate
 from dspark_jax.drafters.dspark import DSparkConfig, DSparkDrafter
+from dspark_jax.prefill import start
 from dspark_jax.sampling import Sampling
 from dspark_jax.schedule import FixedLength
 from dspark_jax.sharding import batch_sharding, make_mesh, parameter_shardings, replicated

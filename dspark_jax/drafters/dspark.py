@@ -15,6 +15,7 @@ from dspark_jax.drafters.sequential_heads import HEADS
 from dspark_jax.kv_cache import KVCache
 from dspark_jax.protocols import Committed, DraftBlock, Sites, TargetHead, TrainBatch
 from dspark_jax.sampling import Noise, Sampling, draw, logit_floor
+from dspark_jax.sharding import Initialised
 from dspark_jax.typing import Array, Float, Int, Params
 from pallas_kernels.noise import Stream
 
@@ -54,7 +55,7 @@ class DSparkConfig(BackboneConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class DSparkDrafter:
+class DSparkDrafter(Initialised):
     """DSpark as a `protocols.Drafter`: three modules that know nothing of each other, composed by pure functions.
 
     Its state is the key-value cache of the injected context: positions below the anchor.
@@ -115,18 +116,6 @@ class DSparkDrafter:
             embedded = jnp.zeros((1, config.markov_rank)) if config.confidence_with_markov else None
             params["confidence_head"] = self._confidence.init(confidence_rng, hidden, embedded)["params"]
         return params
-
-    def init(self, rng: jax.Array) -> Params:
-        """Random float32 parameters, normal with standard deviation 0.02; norms 1, biases 0."""
-        return nn.meta.unbox(self._boxed_init(rng))
-
-    def boxed_params(self) -> Any:
-        """Abstract parameters with their logical axes, for `sharding.parameter_shardings`."""
-        return jax.eval_shape(self._boxed_init, jax.random.key(0))
-
-    def abstract_params(self) -> Any:
-        """Shapes and dtypes of the parameters."""
-        return nn.meta.unbox(self.boxed_params())
 
     def init_state(self, num_rows: int, max_len: int, dtype: Any = jnp.float32) -> KVCache:
         """An empty context cache of `max_len` slots per request."""

@@ -25,6 +25,7 @@ from dspark_jax.layers import (
     rope_tables,
 )
 from dspark_jax.protocols import FlatTokens, TargetHead, TargetSpec
+from dspark_jax.sharding import Initialised
 from dspark_jax.typing import Array, Bool, Float, Int, Params
 
 
@@ -184,7 +185,7 @@ class DenseDecoder(nn.Module):
 
 
 @dataclasses.dataclass(frozen=True)
-class DenseTarget:
+class DenseTarget(Initialised):
     """A dense decoder as a `protocols.Target`. Computes in the dtype of its parameters."""
 
     config: DenseConfig
@@ -201,18 +202,6 @@ class DenseTarget:
         one = jnp.zeros((1, 1), jnp.int32)
         tokens = FlatTokens.grid(one, one[0], one[0] + 1)
         return self._network.init(rng, tokens, method="initialise")["params"]
-
-    def init(self, rng: jax.Array) -> Params:
-        """Random float32 parameters, normal with standard deviation 0.02."""
-        return nn.meta.unbox(self._boxed_init(rng))
-
-    def boxed_params(self) -> Any:
-        """Abstract parameters with their logical axes, for `sharding.parameter_shardings`."""
-        return jax.eval_shape(self._boxed_init, jax.random.key(0))
-
-    def abstract_params(self) -> Any:
-        """Shapes and dtypes of the parameters."""
-        return nn.meta.unbox(self.boxed_params())
 
     def init_cache(self, num_rows: int, max_len: int, slack: int = 0, dtype: Any = jnp.float32) -> KVCache:
         """An empty cache of max_len + slack slots per request."""
