@@ -36,7 +36,7 @@ class OptimizerConfig:
       warmup_ratio: share of the steps that warm up, rounded down to whole steps.
       max_grad_norm: the global norm is cut to it; infinity for never.
       reference_overshoot: repeat the reference's hand-over to the cosine, which multiplies every rate behind the warm-up by
-        2 / (1 + cos(pi / T)), T being the steps behind it (REFERENCE_FACTS W3). Off: the cosine begins at `learning_rate`.
+        2 / (1 + cos(pi / T)), T being the steps behind it. Off: the cosine begins at `learning_rate`.
     """
 
     total_steps: int

@@ -170,7 +170,8 @@ def show_times(report: dict[str, Any], console: Console) -> None:
 def main() -> int:
     """Read the command line and run; bad input ends with a line that says what is wrong."""
     began = time.monotonic()
-    console = Console()
+    # A file or a pipe has no width of its own; the table needs more than the 80 columns that rich assumes there.
+    console = Console(width=None if sys.stdout.isatty() else 120)
     try:
         options = tyro.cli(DemoOptions)
         if "JAX_COMPILATION_CACHE_DIR" not in os.environ:

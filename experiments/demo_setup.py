@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from rich.console import Console
 
 from dspark_jax.calibrate import ConstantSurvival, RawSurvival, survival_from_dict
-from dspark_jax.decode import DecodeParams, DecodePlan, DecodeState
+from dspark_jax.decode import DecodeParams, DecodePlan, DecodeState, step
 from dspark_jax.prefill import start
 from dspark_jax.protocols import SurvivalModel, Target
 from dspark_jax.sampling import Sampling
@@ -43,6 +43,7 @@ USUAL_CONTINUATION = 0.65
 """Chance that a draft is accepted given that those before it were, for drafters that come without their own numbers."""
 
 PREFILL_ROWS = 16
+WARM_UP_ROUNDS = 24
 CACHE_STEP = 64
 
 
@@ -130,8 +131,11 @@ def file_prompts(file: Path, count: int) -> list[tuple[str, str]]:
         raise ValueError(f"prompts has {file} with {len(lines)} lines; prompts_per_domain asks for {count}")
     prompts = []
     for number, line in enumerate(lines):
-        turns = json.loads(line).get("turns")
-        if not turns or not isinstance(turns[0], str):
+        try:
+            turns = json.loads(line)["turns"]
+        except (json.JSONDecodeError, KeyError, TypeError):
+            turns = None
+        if not isinstance(turns, list) or not turns or not isinstance(turns[0], str):
             raise ValueError(f"prompts has {file}, line {number + 1} without `turns`; allowed is a list of texts")
         prompts.append((file.stem, turns[0]))
     return prompts
@@ -336,3 +340,15 @@ def warm_up(prepared: Prepared, fresh: Callable[[], tuple[DecodeState, DecodeSta
         ]
         for each in waiting:
             each.result()
+    run_buckets(prepared, fresh()[1])
+
+
+def run_buckets(prepared: Prepared, state: DecodeState) -> None:
+    """Throw-away rounds until every bucket has run: the first run of each costs about a second more than all later ones."""
+    ladder = prepared.speculative.buckets(1)
+    unused = set(ladder)
+    for _ in range(WARM_UP_ROUNDS):
+        state, stats = step(prepared.speculative, prepared.params, state)
+        unused.discard(next(bucket for bucket in ladder if bucket > int(stats.verified[0])))
+        if not unused or bool(state.finished.all()):
+            return

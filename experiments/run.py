@@ -1,11 +1,13 @@
 """The launcher: `python -m experiments.run COMMAND ...`; `--help` behind any command lists its options."""
 
 import dataclasses
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
+from experiments.card_agreement import Agreement, compare_with_card
 from experiments.plot_training import plot_training
 from experiments.presets import PRESETS
 from experiments.release_drafter import Release, release_drafter
@@ -50,10 +52,17 @@ def plot_command(run: Annotated[Path, tyro.conf.Positional], out: Path) -> None:
     plot_training(run, out)
 
 
-def main() -> None:
-    """Read the command line."""
-    tyro.extras.subcommand_cli_from_dict({"plot": plot_command, "texts": texts_command, "train": train_command, "release": release_command})
+def agreement_command(config: Annotated[Agreement, tyro.conf.OmitArgPrefixes]) -> None:
+    """Compare our evaluator with the released drafter's original card, on the card's own answers."""
+    compare_with_card(config)
+
+
+def main() -> int:
+    """Read the command line; bad input ends with a line that says what is wrong."""
+    tyro.extras.subcommand_cli_from_dict(
+        {"agreement": agreement_command, "plot": plot_command, "texts": texts_command, "train": train_command, "release": release_command}
+    )
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -44,8 +44,8 @@ class TrainRun:
       lengths: sequence lengths that a batch may be padded to, ascending.
       stop_step: end here although the schedule goes on; None for the schedule's end.
       held_out_steps: evaluate on held-out texts after these many steps (and at the end).
-      held_out_sequences: number of held-out texts, spread evenly over the domains. One half was written at temperature 0, and gives the
-        accepted length there; the other at temperature 1, likewise.
+      held_out_sequences: number of held-out texts (all, where there are fewer), spread evenly over the domains. One half was written at
+        temperature 0, and gives the accepted length there; the other at temperature 1, likewise.
       held_out_anchors: anchors drawn per held-out text.
       checkpoint_every: steps between two checkpoints.
       seed: of parameters, anchors and the order of the texts.
@@ -76,9 +76,10 @@ def as_json(value: Any) -> Any:
 
 
 def spread(sequences: TokenSequences, count: int) -> TokenSequences:
-    """`count` sequences at even distances: all domains and temperatures in their shares."""
-    if count > len(sequences):
-        raise ValueError(f"held_out_sequences is {count}; the data has {len(sequences)} held-out texts")
+    """`count` sequences, or all where there are fewer, at even distances: all domains and temperatures in their shares."""
+    if not len(sequences):
+        raise ValueError("data has no held-out text of a temperature; both 0 and 1 are needed, as `experiments.run texts` writes them")
+    count = min(count, len(sequences))
     mask = np.zeros(len(sequences), bool)
     mask[np.linspace(0, len(sequences) - 1, count).round().astype(int)] = True
     return sequences.select(mask)
@@ -130,7 +131,6 @@ def train(run: TrainRun, console: Console | None = None) -> TrainState:
     config_file = run.out / "config.json"
     if config_file.exists() and json.loads(config_file.read_text()) != config:
         raise ValueError(f"out is {run.out}; it holds a run with another configuration: choose another folder or remove it")
-    config_file.write_text(json.dumps(config, indent=1) + "\n")
 
     target, target_params = load_target(run.target)
     drafter = DSparkDrafter(run.drafter)
@@ -140,6 +140,8 @@ def train(run: TrainRun, console: Console | None = None) -> TrainState:
         for name, kind in HELD_OUT_KINDS.items()
     }
     stream = TokenBatches(texts.select(texts.heldout == 0), batch_size=run.batch_size, lengths=run.lengths, seed=run.seed)
+    # Only a run that can start leaves its configuration behind.
+    config_file.write_text(json.dumps(config, indent=1) + "\n")
     params_rng, anchor_rng = jax.random.split(jax.random.key(run.seed))
     state = init_train_state(anchor_rng, drafter.init(params_rng), run.train.optimizer)
     position = None

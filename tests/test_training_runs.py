@@ -13,6 +13,7 @@ from dspark_jax.data import load_token_sequences
 from dspark_jax.drafters.dspark import DSparkConfig
 from dspark_jax.train import OptimizerConfig, TrainConfig
 from dspark_jax.weights import load_drafter, load_target
+from experiments import run as launcher
 from experiments.plot_training import plot_training, read_curve
 from experiments.presets import PRESETS
 from experiments.train_drafter import TrainRun, spread, train
@@ -132,10 +133,25 @@ def test_a_folder_with_another_run_is_left_alone(model, texts, tmp_path):
         train(dataclasses.replace(run, seed=1))
 
 
-def test_more_held_out_texts_than_there_are_is_an_error(texts):
+def test_a_run_takes_the_held_out_texts_that_there_are(texts):
     sequences = load_token_sequences(texts)
-    with pytest.raises(ValueError, match="held_out_sequences is"):
-        spread(sequences, len(sequences) + 1)
+    assert len(spread(sequences, len(sequences) + 1)) == len(sequences)
+    assert len(spread(sequences, 2)) == 2
+    with pytest.raises(ValueError, match="no held-out text"):
+        spread(sequences.select(sequences.heldout == 2), 2)
+
+
+def test_a_run_that_cannot_start_leaves_no_configuration(model, tmp_path, texts):
+    run = small_run(model, tmp_path / "missing.npz", tmp_path / "run")
+    with pytest.raises(ValueError, match="missing.npz"):
+        train(run)
+    train(dataclasses.replace(run, data=(texts,), stop_step=1))
+
+
+def test_the_launcher_says_what_is_wrong_in_one_line(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["run", "train", "nothing"])
+    assert launcher.main() == 2
+    assert capsys.readouterr().err.splitlines() == ["error: preset is 'nothing'; known: smollm2_dspark"]
 
 
 def test_presets_describe_the_released_drafters():

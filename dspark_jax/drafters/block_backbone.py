@@ -2,7 +2,7 @@
 
 Features of the committed positions are projected once and become keys and values of every layer ("KV injection"); the block's
 own positions see them and each other, in both directions. Context rows are never updated by the layers.
-The block layout is anchor first: slot 0 holds the anchor and predicts the token behind it (REFERENCE_FACTS section 0, fact 1).
+The block layout is anchor first: slot 0 holds the anchor and predicts the token behind it, as in the reference.
 """
 
 import dataclasses
@@ -217,7 +217,7 @@ class BlockBackbone(nn.Module):
 
 @struct.dataclass
 class BlockTargets:
-    """What the slots of every block of a batch are to predict (REFERENCE_FACTS section 2.4)."""
+    """What the slots of every block of a batch are to predict, as the reference lays it out."""
 
     labels: Int[Array, "B A G"]
     previous: Int[Array, "B A G"]

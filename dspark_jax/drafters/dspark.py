@@ -181,7 +181,7 @@ class DSparkDrafter(Initialised):
         return DraftBlock(ids, log_q, log_normaliser, floor, confidence, logits)
 
     def prediction_sites(self, params: Params, head: TargetHead, batch: TrainBatch) -> Sites:
-        """All blocks of a batch in one pass, with the true previous tokens (REFERENCE_FACTS sections 2.3 and 2.4)."""
+        """All blocks of a batch in one pass, with the true previous tokens, as the reference trains."""
         config = self.config
         num_rows, length = batch.ids.shape
         dtype = _dtype(params)
