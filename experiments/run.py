@@ -59,9 +59,19 @@ def agreement_command(config: Annotated[Agreement, tyro.conf.OmitArgPrefixes]) -
 
 def main() -> int:
     """Read the command line; bad input ends with a line that says what is wrong."""
-    tyro.extras.subcommand_cli_from_dict(
-        {"agreement": agreement_command, "plot": plot_command, "texts": texts_command, "train": train_command, "release": release_command}
-    )
+    commands = {
+        "texts": texts_command,
+        "train": train_command,
+        "plot": plot_command,
+        "agreement": agreement_command,
+        "release": release_command,
+    }
+    try:
+        tyro.extras.subcommand_cli_from_dict(commands)
+    except (ValueError, ImportError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 if __name__ == "__main__":
