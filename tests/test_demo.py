@@ -260,10 +260,11 @@ def tiny_run(folder, out, prepared):
 
 
 def test_the_tokens_of_the_rounds_make_up_the_answer(folder, out, prepared, tiny_run):
-    for fresh in demo_setup.prefilled(prepared, tiny_options(folder, out)):
+    options = tiny_options(folder, out)
+    for job, fresh in zip(prepared.jobs, demo_setup.prefilled(prepared, options), strict=True):
         shown = []
         recorded = record(prepared.speculative, prepared.params, fresh()[1], shown.append)
-        assert recorded.decoded == 7 and len(recorded.seconds) == len(recorded.rounds) == len(shown)
+        assert recorded.decoded == options.budget_of(job) - 1 and len(recorded.seconds) == len(recorded.rounds) == len(shown)
         assert recorded.ids[1:] == tuple(token for one in shown for token, _ in round_kinds(one))
 
 

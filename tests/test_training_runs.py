@@ -104,6 +104,7 @@ def test_writing_texts_again_changes_nothing(model, texts):
     assert load_token_sequences(path).tokens.tolist() == load_token_sequences(texts).tokens.tolist()
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_bit_for_bit(model, texts, tmp_path):
     """[E7] 2 + 2 steps equal 4: parameters, moments, metrics and held-out figures."""
     whole = train(small_run(model, texts, tmp_path / "whole"))
