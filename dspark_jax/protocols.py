@@ -305,7 +305,9 @@ def flatten_rounds(
     flat = jnp.arange(bucket, dtype=jnp.int32)
     row = jnp.minimum(jnp.searchsorted(ends, flat, side="right").astype(jnp.int32), num_rows - 1)
     valid = flat < ends[-1]
-    slot = jnp.clip(flat - first[row], 0, block_size)
+    # No request can have more queries than the bucket has tokens, and attention pays for every place in its grid.
+    queries_per_row = min(block_size + 1, bucket)
+    slot = jnp.clip(flat - first[row], 0, queries_per_row - 1)
     chain = jnp.concatenate([anchor[:, None], drafts], axis=1)
     tokens = FlatTokens(
         ids=chain[row, slot],
@@ -313,6 +315,6 @@ def flatten_rounds(
         slot=slot,
         position=start[row] + slot,
         valid=valid,
-        queries_per_row=block_size + 1,
+        queries_per_row=queries_per_row,
     )
     return tokens, first.astype(jnp.int32)

@@ -167,7 +167,8 @@ def _round_tokens(num_tokens: int, block_size: int, max_len: int) -> FlatTokens:
     slot = np.minimum(np.arange(num_tokens, dtype=np.int32), block_size)
     zeros = jnp.asarray(np.zeros_like(slot))
     valid = jnp.asarray(np.arange(num_tokens) <= block_size)
-    return FlatTokens(zeros, zeros, jnp.asarray(slot), jnp.asarray(max_len // 2 + slot), valid, queries_per_row=block_size + 1)
+    queries_per_row = min(num_tokens, block_size + 1)
+    return FlatTokens(zeros, zeros, jnp.asarray(slot), jnp.asarray(max_len // 2 + slot), valid, queries_per_row)
 
 
 def _interleaved(run: Callable[[int, Any], Any], state: Any, sizes: Sequence[int], repetitions: int) -> dict[int, float]:
