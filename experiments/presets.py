@@ -17,7 +17,7 @@ def smollm2_dspark() -> TrainRun:
         python -m experiments.run train smollm2_dspark --data out/smollm2_texts/texts.npz
 
     190 seconds on one H200 for the original run, to a held-out accepted length of 3.46 at temperature 0 and 2.12 at 1 (uniform
-    anchors). About two minutes a step on two CPU cores: give `--stop-step 33` there.
+    anchors). Some 190 core-seconds a step on a CPU: give `--stop-step 33` there.
     The original run measured its schedule in seconds, start-up included: its learning rate rose from 2.6e-4 to 1e-3 over the
     first 60 steps, which `init_learning_rate` and `warmup_ratio` repeat.
     """
