@@ -3,6 +3,9 @@
 Every request has its own length, so that requests which accept different numbers of drafts never share one. Writing past the
 committed length and forgetting it again (`roll_back`) is how a verification's rejected drafts disappear: what lies beyond a
 query's position is masked, and the next round overwrites it.
+
+A layer that looks back over a window alone may keep its slots as a ring: position p lies in slot p mod T. T must be at least
+window + the positions that one pass may write - 1 (`ring_slots`), or a rejected draft would lie where a live key should (FAULTS C2).
 """
 
 import dataclasses
@@ -45,10 +48,30 @@ def write(
     row: Int[Array, "N"],
     position: Int[Array, "N"],
     valid: Bool[Array, "N"],
+    ring: bool = False,
 ) -> Float[Array, "R K T E"]:
-    """Put every valid token's head vectors at its request's position. Invalid tokens and positions beyond T are dropped."""
-    slot = jnp.where(valid, position, cached.shape[2])
+    """Put every valid token's head vectors at its request's position. Invalid tokens are dropped.
+
+    So are positions beyond T, unless the slots are a `ring`. In one pass no request may write more than T positions.
+    """
+    num_slots = cached.shape[2]
+    slot = jnp.where(valid, position % num_slots if ring else position, num_slots)
     return cached.at[row, :, slot].set(new.astype(cached.dtype), mode="drop")
+
+
+def ring_slots(window: int, writes_per_pass: int, max_len: int) -> int:
+    """T of a ring: enough that nothing a pass writes, kept or rolled back, lies on a key that a query of it or of the next may see."""
+    return min(window + writes_per_pass, max_len)
+
+
+@typed
+def key_positions(newest: Int[Array, "R"], num_slots: int) -> Int[Array, "R {num_slots}"]:
+    """The position whose key each slot of a ring holds, once position `newest[r]` is written; negative where it holds none.
+
+    It is the largest position up to `newest` that falls on the slot. Without a wrap (T above every position) it is the slot itself.
+    """
+    slot = jnp.arange(num_slots, dtype=jnp.int32)
+    return newest[:, None] - (newest[:, None] - slot) % num_slots
 
 
 @typed

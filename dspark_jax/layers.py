@@ -59,19 +59,35 @@ def matmul_rows(x: Float[Array, "*batch I"], weight: Float[Array, "O I"]) -> Flo
     return jax.lax.dot_general(weight, rows, (((1,), (1,)), ((), ()))).T.reshape(*x.shape[:-1], weight.shape[0])
 
 
+NormStyle = Literal["llama", "gemma3", "gemma4"]
+"""How a family writes RMSNorm: "llama" casts to the input's dtype and then multiplies by w; "gemma4" multiplies first, in float32;
+"gemma3" does so by 1 + w."""
+
+
+@typed
+def rms_normalise(x: Float[Array, "*batch E"], eps: float) -> Float[Array, "*batch E"]:
+    """x / rms(x) in float32."""
+    wide = x.astype(jnp.float32)
+    return wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
+
+
 class RMSNorm(nn.Module):
-    """w * x / rms(x): statistics in float32, the result cast to the input's dtype and then multiplied by w (Llama, Qwen)."""
+    """x / rms(x) with a weight per feature, as `style` has it: statistics in float32, the result in the input's dtype."""
 
     features: int
     eps: float
+    style: NormStyle = "llama"
 
     def setup(self) -> None:
-        self.weight = parameter(self, "weight", nn.initializers.ones, (self.features,), ("norm",))
+        init = nn.initializers.zeros if self.style == "gemma3" else nn.initializers.ones
+        self.weight = parameter(self, "weight", init, (self.features,), ("norm",))
 
     def __call__(self, x: Float[Array, "*batch E"]) -> Float[Array, "*batch E"]:
-        wide = x.astype(jnp.float32)
-        normed = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
-        return self.weight.astype(x.dtype) * normed.astype(x.dtype)
+        normed = rms_normalise(x, self.eps)
+        if self.style == "llama":
+            return self.weight.astype(x.dtype) * normed.astype(x.dtype)
+        weight = self.weight.astype(jnp.float32)
+        return (normed * (1.0 + weight if self.style == "gemma3" else weight)).astype(x.dtype)
 
 
 class Embedding(nn.Module):
@@ -90,11 +106,15 @@ class Embedding(nn.Module):
         return self.weight[ids]
 
 
+Activation = Literal["silu", "gelu_tanh"]
+
+
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """down(activation(gate(x)) * up(x))."""
 
     width: int
     inner: int
+    activation: Activation = "silu"
 
     def setup(self) -> None:
         self.gate_proj = Linear(self.width, self.inner, "embed", "mlp")
@@ -102,7 +122,9 @@ class GatedMLP(nn.Module):
         self.down_proj = Linear(self.inner, self.width, "mlp", "embed")
 
     def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
-        return self.down_proj(nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate = self.gate_proj(x)
+        gate = nn.silu(gate) if self.activation == "silu" else nn.gelu(gate, approximate=True)
+        return self.down_proj(gate * self.up_proj(x))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,9 +146,12 @@ class RopeScaling:
 
 
 def inverse_frequencies(
-    head_dim: int, theta: float, scaling: RopeScaling | None = None, round_to_bf16: bool = False
+    head_dim: int, theta: float, scaling: RopeScaling | None = None, round_to_bf16: bool = False, rotated_share: float = 1.0
 ) -> Float[Array, "half"]:
     """Rotary frequencies theta^(-2i / head_dim), in radians per position.
+
+    Of the head_dim / 2 pairs the first int(rotated_share x head_dim / 2) turn and the others have frequency 0 (Gemma 4's
+    "proportional" rotary positions, where the share is 0.25).
 
     `round_to_bf16` repeats what the reference does in bfloat16 training, where a cast of the whole model rounds this buffer too
     (an error of up to 0.37 % at head size 128); off by default.
@@ -143,6 +168,8 @@ def inverse_frequencies(
         )
         blended = (1 - blend) * frequencies / scaling.factor + blend * frequencies
         frequencies = jnp.where(wavelength > low, frequencies / scaling.factor, jnp.where(wavelength < high, frequencies, blended))
+    if rotated_share != 1.0:
+        frequencies = jnp.where(jnp.arange(head_dim // 2) < int(rotated_share * head_dim // 2), frequencies, 0.0)
     return frequencies.astype(jnp.bfloat16).astype(jnp.float32) if round_to_bf16 else frequencies
 
 
@@ -163,42 +190,124 @@ def rotate(x: Float[Array, "*batch H E"], cos: Float[Array, "*batch half"], sin:
     return jnp.concatenate([first * c - second * s, second * c + first * s], axis=-1)
 
 
+@dataclasses.dataclass(frozen=True)
+class LayerStyle:
+    """What a model family fixes about its layers, beyond sizes.
+
+    Attributes:
+      norm: kind of every RMSNorm in the layer.
+      activation: of the gated MLP.
+      qk_norm: query and key heads are normed before they are rotated.
+      v_norm: value heads are normed too, without a weight.
+      attention_scale: factor on the scores; None for head_dim^-0.5.
+      sandwich: attention and MLP outputs are normed as well, before they join the residual stream.
+      layer_scalar: the layer's output is multiplied by a stored number, which is never trained.
+    """
+
+    norm: NormStyle = "llama"
+    activation: Activation = "silu"
+    qk_norm: bool = False
+    v_norm: bool = False
+    attention_scale: float | None = None
+    sandwich: bool = False
+    layer_scalar: bool = False
+
+    def scale(self, head_dim: int) -> float:
+        """Factor on the attention scores."""
+        return head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+
+
+LLAMA_STYLE = LayerStyle()
+QWEN3_STYLE = LayerStyle(qk_norm=True)
+GEMMA4_STYLE = LayerStyle(
+    norm="gemma4", activation="gelu_tanh", qk_norm=True, v_norm=True, attention_scale=1.0, sandwich=True, layer_scalar=True
+)
+
+
 class AttentionProjections(nn.Module):
-    """Query, key, value and output projections of one layer, with the optional norms on query and key heads."""
+    """Query, key, value and output projections of one layer, with the optional norms on their heads.
+
+    Attributes:
+      width: of the layer, and of its input unless `input_width` is given.
+      k_eq_v: no value projection: values are the raw key projections (normed where the style norms values).
+    """
 
     width: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     eps: float
-    qk_norm: bool
+    style: LayerStyle = LLAMA_STYLE
     use_bias: bool = False
     output_bias: bool = False
+    k_eq_v: bool = False
+    input_width: int | None = None
 
     def setup(self) -> None:
-        self.q_proj = Linear(self.width, self.num_heads * self.head_dim, "embed", "heads", self.use_bias)
-        self.k_proj = Linear(self.width, self.num_kv_heads * self.head_dim, "embed", "kv_heads", self.use_bias)
-        self.v_proj = Linear(self.width, self.num_kv_heads * self.head_dim, "embed", "kv_heads", self.use_bias)
+        width = self.width if self.input_width is None else self.input_width
+        self.q_proj = Linear(width, self.num_heads * self.head_dim, "embed", "heads", self.use_bias)
+        self.k_proj = Linear(width, self.num_kv_heads * self.head_dim, "embed", "kv_heads", self.use_bias)
+        if not self.k_eq_v:
+            self.v_proj = Linear(width, self.num_kv_heads * self.head_dim, "embed", "kv_heads", self.use_bias)
         self.o_proj = Linear(self.num_heads * self.head_dim, self.width, "heads", "embed", self.output_bias)
-        if self.qk_norm:
-            self.q_norm = RMSNorm(self.head_dim, self.eps)
-            self.k_norm = RMSNorm(self.head_dim, self.eps)
+        if self.style.qk_norm:
+            self.q_norm = RMSNorm(self.head_dim, self.eps, self.style.norm)
+            self.k_norm = RMSNorm(self.head_dim, self.eps, self.style.norm)
 
     def queries(
         self, x: Float[Array, "*batch D"], cos: Float[Array, "*batch half"], sin: Float[Array, "*batch half"]
     ) -> Float[Array, "*batch H E"]:
         heads = self.q_proj(x).reshape(*x.shape[:-1], self.num_heads, self.head_dim)
-        return rotate(self.q_norm(heads) if self.qk_norm else heads, cos, sin)
+        return rotate(self.q_norm(heads) if self.style.qk_norm else heads, cos, sin)
 
     def keys_values(
         self, x: Float[Array, "*batch D"], cos: Float[Array, "*batch half"], sin: Float[Array, "*batch half"]
     ) -> tuple[Float[Array, "*batch K E"], Float[Array, "*batch K E"]]:
         keys = self.k_proj(x).reshape(*x.shape[:-1], self.num_kv_heads, self.head_dim)
-        values = self.v_proj(x).reshape(*x.shape[:-1], self.num_kv_heads, self.head_dim)
-        return rotate(self.k_norm(keys) if self.qk_norm else keys, cos, sin), values
+        values = keys if self.k_eq_v else self.v_proj(x).reshape(*x.shape[:-1], self.num_kv_heads, self.head_dim)
+        if self.style.v_norm:
+            values = rms_normalise(values, self.eps).astype(x.dtype)
+        return rotate(self.k_norm(keys) if self.style.qk_norm else keys, cos, sin), values
 
     def output(self, heads: Float[Array, "*batch H E"]) -> Float[Array, "*batch D"]:
         return self.o_proj(heads.reshape(*heads.shape[:-2], self.num_heads * self.head_dim))
+
+
+class ResidualLayer(nn.Module):
+    """What stands around the attention of a layer: norms, residuals and gated MLP, wired as `style` has it.
+
+    A subclass adds `self_attn`, calls `super().setup()`, feeds its attention from `input_layernorm` and hands the result to
+    `after_attention`.
+    """
+
+    width: int
+    inner: int
+    eps: float
+    style: LayerStyle
+
+    def setup(self) -> None:
+        self.input_layernorm = self._norm()
+        self.post_attention_layernorm = self._norm()
+        if self.style.sandwich:
+            self.pre_feedforward_layernorm = self._norm()
+            self.post_feedforward_layernorm = self._norm()
+        if self.style.layer_scalar:
+            self.layer_scalar = parameter(self, "layer_scalar", nn.initializers.ones, (1,), ("norm",))
+        self.mlp = GatedMLP(self.width, self.inner, self.style.activation)
+
+    def _norm(self) -> RMSNorm:
+        return RMSNorm(self.width, self.eps, self.style.norm)
+
+    def after_attention(self, x: Float[Array, "*batch D"], attended: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
+        """The layer's output from its input and what its attention (output projection included) gave."""
+        if not self.style.sandwich:
+            x = x + attended
+            x = x + self.mlp(self.post_attention_layernorm(x))
+        else:
+            x = x + self.post_attention_layernorm(attended)
+            x = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+        # A buffer in the reference: stored and applied, never trained.
+        return x * jax.lax.stop_gradient(self.layer_scalar).astype(x.dtype) if self.style.layer_scalar else x
 
 
 @typed

@@ -1,7 +1,8 @@
 """The loss of a drafter: cross-entropy, L1 distance to the target's distribution, and confidence, over all prediction sites.
 
-Source: section 4.1 of the DSpark paper. Every term is a weighted mean over the sites, and numerators and denominators stay apart,
-so that micro-batches and data-parallel runs can divide by the sums over the whole batch.
+Source: section 4.1 of the DSpark paper; the soft cross-entropy is what Eagle3 trains with. Every term is a
+weighted mean over the sites, and numerators and denominators stay apart, so that micro-batches and data-parallel runs can divide by
+the sums over the whole batch.
 
 Logits over the vocabulary exist for one chunk of sites at a time (`readout.py`).
 """
@@ -14,7 +15,7 @@ import optax
 from flax import struct
 
 from dspark_jax.protocols import Drafter, Sites, TargetHead, TrainBatch
-from dspark_jax.readout import Readout, label_rows, read_sites
+from dspark_jax.readout import Factors, Readout, label_rows, read_sites
 from dspark_jax.typing import Array, Float, Int, Params, typed
 
 EPSILON = 1e-6
@@ -29,16 +30,18 @@ class DraftLossConfig:
       ce: factor on the cross-entropy with the next token of the text.
       l1: factor on sum_v |p_draft - p_target|, twice the total-variation distance.
       confidence: factor on the binary cross-entropy of the confidence head; without such a head it has no effect.
+      soft_ce: factor on the cross-entropy with the target's whole distribution, -sum_v p_target log p_draft.
       chunk: prediction sites, over the whole batch, whose logits exist at the same time; memory is some five times chunk x V floats.
     """
 
     ce: float = 0.1
     l1: float = 0.9
     confidence: float = 1.0
+    soft_ce: float = 0.0
     chunk: int = 512
 
     def __post_init__(self) -> None:
-        for name in ("ce", "l1", "confidence"):
+        for name in ("ce", "l1", "confidence", "soft_ce"):
             value = getattr(self, name)
             if not 0.0 <= value < float("inf"):
                 raise ValueError(f"{name} is {value}; a loss weight is a finite number of at least 0")
@@ -48,11 +51,12 @@ class DraftLossConfig:
 
 @struct.dataclass
 class Denominators:
-    """Sums of weights that the three numerators are divided by."""
+    """Sums of weights that the numerators are divided by."""
 
     ce: Float[Array, ""]
     l1: Float[Array, ""]
     confidence: Float[Array, ""]
+    soft_ce: Float[Array, ""]
 
 
 @struct.dataclass
@@ -60,12 +64,12 @@ class LossTerms:
     """Sums over sites and blocks; adding those of two batches gives those of their union.
 
     Attributes:
-      ce, l1, confidence: numerators of the loss terms.
+      ce, l1, confidence, soft_ce: numerators of the loss terms (soft_ce is 0 where the config does not ask for it).
       denominators: what they are divided by.
       accept: acceptance probability 1 - TV(p_draft, p_target), summed per step over the supervised sites.
       agree: 1 where the draft's and the target's likeliest tokens agree, summed likewise.
       count: supervised sites per step.
-      accepted_length: 1 + sum_k prod_{i<=k} accept_i, summed over the blocks that have a supervised site.
+      accepted_length: 1 + sum_k prod_{i<=k} accept_i, summed over the blocks whose first site is supervised.
       greedy_accepted_length: the same with agreement in place of acceptance: temperature 0.
       blocks: number of such blocks.
       confidence_abs_error: weight x |confidence - accept|, summed over sites.
@@ -76,6 +80,7 @@ class LossTerms:
     ce: Float[Array, ""]
     l1: Float[Array, ""]
     confidence: Float[Array, ""]
+    soft_ce: Float[Array, ""]
     denominators: Denominators
     accept: Float[Array, "G"]
     agree: Float[Array, "G"]
@@ -90,24 +95,26 @@ class LossTerms:
 
 @typed
 def draft_denominators(sites: Sites, draft_ids: Int[Array, "Vd"] | None) -> Denominators:
-    """Sums of the weights of the three terms. Labels outside the draft vocabulary count for L1 and confidence, not for CE."""
+    """Sums of the weights of the terms. Labels outside the draft vocabulary count for L1 and confidence, not for CE."""
     _, inside = label_rows(sites.label, draft_ids)
     total = jnp.sum(sites.weight)
     return Denominators(
         ce=jnp.sum(jnp.where(inside, sites.weight, 0.0)),
         l1=total,
         confidence=jnp.zeros_like(total) if sites.confidence_logits is None else total,
+        soft_ce=total if sites.soft_ce_places is None else jnp.full_like(total, sites.soft_ce_places),
     )
 
 
 @typed
 def total_loss(terms: LossTerms, config: DraftLossConfig, denominators: Denominators | None = None) -> Float[Array, ""]:
-    """The weighted sum of the three means; `denominators` are those of a larger batch, or None for the terms' own."""
+    """The weighted sum of the means; `denominators` are those of a larger batch, or None for the terms' own."""
     below = terms.denominators if denominators is None else denominators
     return (
         config.ce * terms.ce / (below.ce + EPSILON)
         + config.l1 * terms.l1 / (below.l1 + EPSILON)
         + config.confidence * terms.confidence / (below.confidence + EPSILON)
+        + config.soft_ce * terms.soft_ce / (below.soft_ce + EPSILON)
     )
 
 
@@ -123,7 +130,7 @@ def _terms(drafter: Drafter, sites: Sites, readout: Readout, denominators: Denom
     def survival(x: Array) -> Array:
         return jnp.cumprod(x.reshape(-1, steps), axis=1)
 
-    has_sites = jnp.max(mask.reshape(-1, steps), axis=1)
+    has_sites = mask.reshape(-1, steps)[:, 0]
 
     def accepted_length(x: Array) -> Array:
         return jnp.sum(has_sites * (1.0 + jnp.sum(survival(x), axis=1)))
@@ -143,6 +150,7 @@ def _terms(drafter: Drafter, sites: Sites, readout: Readout, denominators: Denom
         ce=jnp.sum(weight * readout.ce),
         l1=jnp.sum(weight * readout.l1),
         confidence=confidence,
+        soft_ce=jnp.sum(weight * readout.soft_ce),
         denominators=denominators,
         accept=per_step(accept),
         agree=per_step(agree),
@@ -180,7 +188,11 @@ def draft_loss(
         raise ValueError(f"prediction_sites gave {sites.label.shape[0]} sites; a multiple of block_size {drafter.block_size} is needed")
     own = draft_denominators(sites, head.draft_ids)
     below = own if denominators is None else denominators
-    factors = jnp.stack([config.ce / (below.ce + EPSILON), config.l1 / (below.l1 + EPSILON)])
+    factors = Factors(
+        ce=config.ce / (below.ce + EPSILON),
+        l1=config.l1 / (below.l1 + EPSILON),
+        soft_ce=config.soft_ce / (below.soft_ce + EPSILON) if config.soft_ce else None,
+    )
     objective, readout = read_sites(drafter, params, head, teacher_head, batch, sites, config.chunk, factors)
     terms = _terms(drafter, sites, readout, own)
     return objective + config.confidence * terms.confidence / (below.confidence + EPSILON), terms
@@ -201,6 +213,7 @@ def loss_metrics(terms: LossTerms, config: DraftLossConfig) -> dict[str, Array]:
         "ce_loss": terms.ce / (below.ce + EPSILON),
         "l1_loss": terms.l1 / (below.l1 + EPSILON),
         "confidence_loss": terms.confidence / (below.confidence + EPSILON),
+        "soft_ce_loss": terms.soft_ce / (below.soft_ce + EPSILON),
         "accept_rate": terms.accept / count,
         "agreement": terms.agree / count,
         "accepted_length": terms.accepted_length / blocks,

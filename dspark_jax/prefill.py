@@ -76,6 +76,7 @@ def start(
     if prefill_chunk < 1:
         raise ValueError(f"prefill_chunk is {prefill_chunk}; it must be at least 1")
     chunk = min(prefill_chunk, slots)
+    sizes: dict[str, Any] = {"writes_per_pass": max(chunk, plan.block_size + 1), "dtype": cache_dtype}
     state = DecodeState(
         ids=jnp.asarray(ids),
         length=jnp.asarray(lengths),
@@ -87,8 +88,8 @@ def start(
         round=jnp.zeros((num_rows,), jnp.int32),
         seed=seed_key(seed),
         sampling=Sampling.make(num_rows) if sampling is None else sampling,
-        target_cache=plan.target.init_cache(num_rows, slots, dtype=cache_dtype),
-        drafter_state=None if plan.drafter is None else plan.drafter.init_state(num_rows, slots, dtype=cache_dtype),
+        target_cache=plan.target.init_cache(num_rows, slots, **sizes),
+        drafter_state=None if plan.drafter is None else plan.drafter.init_state(num_rows, slots, **sizes),
     )
     return prefill(plan, params, state, jnp.int32(-(-int(lengths.max()) // chunk)), chunk)
 

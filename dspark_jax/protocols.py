@@ -153,6 +153,7 @@ class TrainBatch:
       last_hidden: the target's hidden state after its final norm at every position.
       anchors: anchor positions, ascending; 0 where not kept.
       keep: which anchors are real.
+      length: tokens of every text, padding not counted; None where a text is taken to end with its last answer token.
     """
 
     ids: Int[Array, "B S"]
@@ -161,31 +162,39 @@ class TrainBatch:
     last_hidden: Float[Array, "B S D"]
     anchors: Int[Array, "B A"]
     keep: Bool[Array, "B A"]
+    length: Int[Array, "B"] | None = None
 
 
 @struct.dataclass
 class Sites:
     """Everything the losses need of the P = B x A x G places where the drafter predicts a token, in order (b, a, k).
 
+    Block drafters predict behind the anchors of the batch, drafters that go token by token behind every position (A = S).
+
     Losses walk over chunks of P, so that no full-vocabulary tensor of all sites ever exists.
 
     Attributes:
       hidden: drafter hidden state that goes to the LM head.
       latent: what the sequential head multiplies with W2 (M = 0 without such a head).
+      anchor: position of the anchor behind which the site's block stands.
       label: the token to predict, as a target id.
       teacher_index: row of `last_hidden.reshape(B * S, D)` whose logits are the target's distribution of the label.
       weight: loss weight: 0 where unsupervised, else the position's decay.
       step: position k of the site in its block (or training-time-test step), for per-position metrics.
       confidence_logits: None without a confidence head.
+      soft_ce_places: what the soft cross-entropy is divided by where that is not the sum of weights (Eagle3: all B x S positions,
+        padding included); static.
     """
 
     hidden: Float[Array, "P D"]
     latent: Float[Array, "P M"]
+    anchor: Int[Array, "P"]
     label: Int[Array, "P"]
     teacher_index: Int[Array, "P"]
     weight: Float[Array, "P"]
     step: Int[Array, "P"]
     confidence_logits: Float[Array, "P"] | None
+    soft_ce_places: int | None = struct.field(pytree_node=False, default=None)
 
 
 class Target(Protocol):
@@ -198,8 +207,12 @@ class Target(Protocol):
         """Random parameters (unboxed)."""
         ...
 
-    def init_cache(self, num_rows: int, max_len: int, slack: int = 0, dtype: Any = jnp.float32) -> Any:
-        """An empty cache for `num_rows` requests of up to `max_len` tokens, `slack` more being written and rolled back."""
+    def init_cache(self, num_rows: int, max_len: int, *, writes_per_pass: int | None = None, dtype: Any = jnp.float32) -> Any:
+        """An empty cache for `num_rows` requests of up to `max_len` tokens.
+
+        `writes_per_pass` is the largest number of positions that one pass writes for a request, kept or rolled back: layers that
+        look back over a window alone hold their window and that many more. None: `max_len`, nothing is saved.
+        """
         ...
 
     def head(self, params: Params) -> TargetHead:
@@ -234,8 +247,8 @@ class Drafter(Protocol):
         """Random parameters (unboxed). The target's embedding and head are not among them."""
         ...
 
-    def init_state(self, num_rows: int, max_len: int, dtype: Any = jnp.float32) -> Any:
-        """The empty decoding state for `num_rows` requests of up to `max_len` tokens."""
+    def init_state(self, num_rows: int, max_len: int, *, writes_per_pass: int | None = None, dtype: Any = jnp.float32) -> Any:
+        """The empty decoding state for `num_rows` requests of up to `max_len` tokens; arguments as in `Target.init_cache`."""
         ...
 
     def commit(self, params: Params, head: TargetHead, state: Any, committed: Committed) -> Any:

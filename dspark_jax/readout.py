@@ -30,7 +30,16 @@ class Readout(NamedTuple):
 
     ce: Array
     l1: Array
+    soft_ce: Array
     agree: Array
+
+
+class Factors(NamedTuple):
+    """What the per-site terms are multiplied by; None for a term that is not even computed."""
+
+    ce: Array
+    l1: Array
+    soft_ce: Array | None
 
 
 @typed
@@ -45,11 +54,12 @@ def label_rows(label: Int[Array, "P"], draft_ids: Int[Array, "Vd"] | None) -> tu
 @typed
 def compare(
     draft_logits: Float[Array, "P Vd"], teacher_logits: Float[Array, "P V"], label: Int[Array, "P"], draft_ids: Int[Array, "Vd"] | None
-) -> tuple[Float[Array, "P"], Float[Array, "P"], Bool[Array, "P"]]:
-    """Cross-entropy, L1 distance and greedy agreement of draft and target at every site.
+) -> tuple[Float[Array, "P"], Float[Array, "P"], Float[Array, "P"], Bool[Array, "P"]]:
+    """Cross-entropy, L1 distance, soft cross-entropy and greedy agreement of draft and target at every site.
 
     With a draft vocabulary the draft puts no mass outside it, so that the target's mass there is part of the distance, and
-    1 - L1 / 2 equals the sum over the draft ids of min(p, q), p not renormalised. The cross-entropy is 0 for labels outside.
+    1 - L1 / 2 equals the sum over the draft ids of min(p, q), p not renormalised. The cross-entropy is 0 for labels outside,
+    and the soft cross-entropy sums over the draft ids alone.
     """
     log_q = jax.nn.log_softmax(draft_logits)
     p = jax.lax.stop_gradient(jax.nn.softmax(teacher_logits))
@@ -62,7 +72,8 @@ def compare(
         p = p[:, draft_ids]
         outside = jnp.maximum(1.0 - jnp.sum(p, axis=1), 0.0)
     l1 = jnp.sum(jnp.abs(jnp.exp(log_q) - p), axis=1) + outside
-    return ce, l1, draft_choice == jnp.argmax(teacher_logits, axis=1)
+    soft_ce = -jnp.sum(p * log_q, axis=1)
+    return ce, l1, soft_ce, draft_choice == jnp.argmax(teacher_logits, axis=1)
 
 
 class _Split(NamedTuple):
@@ -100,13 +111,13 @@ class _Fixed(NamedTuple):
     head: TargetHead
     teacher_head: TargetHead
     last_hidden: Array
-    factors: Array
+    factors: Factors
 
 
 def _chunk_objective(
     drafter: Drafter, split: _Split, reached: list[Array], hidden: Array, latent: Array, site: _Site, fixed: _Fixed
 ) -> tuple[Array, Readout]:
-    """The share of a chunk [B, c] in the CE and L1 terms, and the readout of its sites."""
+    """The share of a chunk [B, c] in the terms, and the readout of its sites."""
 
     def flat(x: Array) -> Array:
         return x.reshape(-1, *x.shape[2:])
@@ -117,10 +128,14 @@ def _chunk_objective(
     with jax.named_scope("teacher_logits"):
         teacher = jnp.take_along_axis(fixed.last_hidden, site.teacher_place[..., None], axis=1)
         teacher_logits = jax.lax.stop_gradient(fixed.teacher_head.logits(flat(teacher)))
-    ce, l1, agree = compare(logits, teacher_logits, flat(site.label), fixed.head.draft_ids)
+    ce, l1, soft_ce, agree = compare(logits, teacher_logits, flat(site.label), fixed.head.draft_ids)
     weight = flat(site.weight)
-    objective = fixed.factors[0] * jnp.sum(weight * ce) + fixed.factors[1] * jnp.sum(weight * l1)
-    readout = Readout(ce, l1, agree.astype(jnp.float32))
+    objective = fixed.factors.ce * jnp.sum(weight * ce) + fixed.factors.l1 * jnp.sum(weight * l1)
+    if fixed.factors.soft_ce is None:
+        soft_ce = jnp.zeros_like(ce)
+    else:
+        objective = objective + fixed.factors.soft_ce * jnp.sum(weight * soft_ce)
+    readout = Readout(ce, l1, soft_ce, agree.astype(jnp.float32))
     return objective, jax.tree.map(lambda x: x.reshape(site.label.shape), readout)
 
 
@@ -138,7 +153,7 @@ def _scan_chunks(evaluate: Callable, carry: Any, chunks: tuple[Array, Array, _Si
 def _readout(
     drafter: Drafter, split: _Split, reached: list[Array], hidden: Array, latent: Array, site: _Site, fixed: _Fixed
 ) -> tuple[Array, Readout]:
-    """Sum over sites [chunks, B, c] of the weighted CE and L1, times `fixed.factors`; and the readout."""
+    """Sum over sites [chunks, B, c] of the weighted terms, times `fixed.factors`; and the readout."""
 
     def evaluate(total: Array, chunk: tuple[Array, Array, _Site]) -> tuple[Array, Readout]:
         share, readout = _chunk_objective(drafter, split, reached, *chunk, fixed)
@@ -191,9 +206,9 @@ def read_sites(
     batch: TrainBatch,
     sites: Sites,
     chunk: int,
-    factors: Float[Array, "2"],
+    factors: Factors,
 ) -> tuple[Float[Array, ""], Readout]:
-    """`factors[0]` x sum of weight x CE plus `factors[1]` x sum of weight x L1 over all sites, and the readout [P] behind it.
+    """The sum over terms of factor x sum over sites of weight x term, and the readout [P] behind it.
 
     Gradients of the first flow to `params` and `sites.hidden` and `sites.latent`; none flow through the readout.
 
@@ -234,4 +249,4 @@ def read_sites(
     return objective, jax.lax.stop_gradient(jax.tree.map(in_order, readout))
 
 
-__all__ = ["Readout", "compare", "label_rows", "read_sites"]
+__all__ = ["Factors", "Readout", "compare", "label_rows", "read_sites"]

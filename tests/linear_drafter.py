@@ -38,6 +38,7 @@ class LinearDrafter:
         return Sites(
             hidden=hidden.reshape(-1, self.width),
             latent=params["w1"][targets.previous].reshape(-1, self.rank),
+            anchor=jnp.repeat(batch.anchors.reshape(-1), self.block_size),
             label=targets.labels.reshape(-1),
             teacher_index=(rows[:, :, None] * batch.ids.shape[1] + targets.teacher_position).reshape(-1),
             weight=jnp.where(targets.supervised, 0.8 ** step.astype(jnp.float32), 0.0).reshape(-1),

@@ -346,5 +346,5 @@ def test_parameters_that_are_drawn_have_the_scale_and_shapes_of_a_fresh_model():
     )
     assert abs(float(jnp.std(params["lm_head"]["weight"])) - 0.02) < 0.002
     assert np.all(np.asarray(params["norm"]["weight"]) == 1)
-    cache = target.init_cache(3, 10, slack=2, dtype=jnp.bfloat16)
+    cache = target.init_cache(3, 12, dtype=jnp.bfloat16)
     assert cache.num_slots == 12 and cache.keys[1].shape == (3, 2, 12, 8) and cache.values[0].dtype == jnp.bfloat16

@@ -225,7 +225,7 @@ def test_a_draft_vocabulary_accepts_the_mass_it_shares_with_the_target():
     draft_ids = jnp.asarray([1, 4, 5])
     draft = jnp.log(jnp.asarray([[0.5, 0.3, 0.2], [0.2, 0.2, 0.6]]))
     teacher = jnp.log(jnp.asarray([[0.1, 0.3, 0.1, 0.1, 0.35, 0.05], [0.02, 0.08, 0.1, 0.1, 0.1, 0.6]]))
-    ce, l1, agree = compare(draft, teacher, jnp.asarray([4, 2]), draft_ids)
+    ce, l1, soft_ce, agree = compare(draft, teacher, jnp.asarray([4, 2]), draft_ids)
     np.testing.assert_allclose(1 - l1 / 2, [0.3 + 0.3 + 0.05, 0.08 + 0.1 + 0.6], rtol=1e-5)
     np.testing.assert_allclose(ce, [-np.log(0.3), 0.0], rtol=1e-5)
     np.testing.assert_array_equal(agree, [False, True])

@@ -48,7 +48,7 @@ class ToyDrafter:
     def site_logits(self, params, head, hidden, latent):
         raise NotImplementedError("a toy is not trained")
 
-    def init_state(self, num_rows, max_len, dtype=jnp.float32):
+    def init_state(self, num_rows, max_len, *, writes_per_pass=None, dtype=jnp.float32):
         return Count(jnp.zeros((num_rows,), jnp.int32))
 
     def commit(self, params, head, state, committed):

@@ -2,10 +2,13 @@
 
 Features of the committed positions are projected once and become keys and values of every layer ("KV injection"); the block's
 own positions see them and each other, in both directions. Context rows are never updated by the layers.
-The block layout is anchor first: slot 0 holds the anchor and predicts the token behind it, as in the reference.
+Two block layouts exist, and a config names its own (FAULTS D3). "anchor_first": G slots, the anchor and G - 1 masks, slot k predicts the
+token behind its position, as in the DSpark reference. "anchor_plus_masks": G + 1 slots, the anchor and G masks, every mask predicts
+the token at its own position and the anchor's slot predicts nothing, as in the original DFlash.
 """
 
 import dataclasses
+from typing import Literal
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -13,9 +16,22 @@ from flax import struct
 
 from dspark_jax import kv_cache
 from dspark_jax.kv_cache import KVCache
-from dspark_jax.layers import MASKED, AttentionProjections, GatedMLP, Linear, RMSNorm, inverse_frequencies, rope_tables
+from dspark_jax.layers import (
+    MASKED,
+    QWEN3_STYLE,
+    AttentionProjections,
+    LayerStyle,
+    Linear,
+    ResidualLayer,
+    RMSNorm,
+    inverse_frequencies,
+    rope_tables,
+)
 from dspark_jax.protocols import Committed, TrainBatch
 from dspark_jax.typing import Array, Bool, Float, Int, typed
+
+Layout = Literal["anchor_first", "anchor_plus_masks"]
+LAYOUTS: tuple[Layout, ...] = ("anchor_first", "anchor_plus_masks")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +43,10 @@ class BackboneConfig:
       mask_token_id: id whose embedding stands at every slot behind the anchor.
       taps: decoder layers of the target whose outputs are injected, -1 for its embedding output.
       num_target_layers: depth of the target that the taps count in.
+      style: how the layers are built: QWEN3_STYLE, or GEMMA4_STYLE for drafters of Gemma 4.
+      k_eq_v: values are the raw key projections (Gemma 4's full-attention layers where the target has it so).
+      rotated_share: share of the rotary pairs that turn (Gemma 4: 0.25).
+      layout: which slots a block has and which of them predict; see the head of this file.
       round_rope_to_bf16: repeat the reference's rounding of the rotary frequencies in bf16 training (off: not copied).
     """
 
@@ -44,9 +64,15 @@ class BackboneConfig:
     rms_norm_eps: float = 1e-6
     rope_theta: float = 1e6
     attention_bias: bool = False
+    style: LayerStyle = QWEN3_STYLE
+    k_eq_v: bool = False
+    rotated_share: float = 1.0
+    layout: Layout = "anchor_first"
     round_rope_to_bf16: bool = False
 
     def __post_init__(self) -> None:
+        if self.layout not in LAYOUTS:
+            raise ValueError(f"layout is {self.layout!r}; allowed: {', '.join(LAYOUTS)}")
         if self.block_size < 1:
             raise ValueError(f"block_size is {self.block_size}; a block drafts at least 1 token")
         if not isinstance(self.mask_token_id, int) or not 0 <= self.mask_token_id < self.vocab_size:
@@ -57,6 +83,11 @@ class BackboneConfig:
                 f"taps is {self.taps}; at least one, each in -1..{last} for a target of {self.num_target_layers} layers "
                 "(the last layer's output is already normed)"
             )
+
+    @property
+    def num_slots(self) -> int:
+        """Places of a block that the backbone runs on: G, and one more where the anchor's own place predicts nothing."""
+        return self.block_size + (self.layout == "anchor_plus_masks")
 
 
 @struct.dataclass
@@ -100,19 +131,24 @@ def attend_blocks(
     return jnp.where(keep[:, :, None, None, None], mixed, 0)
 
 
-class BlockLayer(nn.Module):
+class BlockLayer(ResidualLayer):
     """One layer over blocks; context enters as keys and values alone."""
 
     config: BackboneConfig
 
     def setup(self) -> None:
+        super().setup()
         config = self.config
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = AttentionProjections(
-            config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps, True, config.attention_bias
+            config.hidden_size,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            config.rms_norm_eps,
+            self.style,
+            config.attention_bias,
+            k_eq_v=config.k_eq_v,
         )
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
 
     def __call__(
         self,
@@ -125,9 +161,8 @@ class BlockLayer(nn.Module):
         normed = self.input_layernorm(x)
         queries = self.self_attn.queries(normed, cos, sin)
         keys, values = self.self_attn.keys_values(normed, cos, sin)
-        heads = attend_blocks(queries, keys, values, context, keep, self.config.head_dim**-0.5)
-        x = x + self.self_attn.output(heads)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        heads = attend_blocks(queries, keys, values, context, keep, self.style.scale(self.config.head_dim))
+        return self.after_attention(x, self.self_attn.output(heads))
 
 
 class BlockBackbone(nn.Module):
@@ -138,13 +173,17 @@ class BlockBackbone(nn.Module):
     def setup(self) -> None:
         config = self.config
         self.fc = Linear(len(config.taps) * config.hidden_size, config.hidden_size, "features", "embed")
-        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.layers = [BlockLayer(config) for _ in range(config.num_layers)]
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        sizes = (config.hidden_size, config.intermediate_size, config.rms_norm_eps, config.style)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.style.norm)
+        self.layers = [BlockLayer(*sizes, config) for _ in range(config.num_layers)]
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.style.norm)
 
     def _rope(self, positions: Int[Array, "*batch"]) -> tuple[Array, Array]:
         config = self.config
-        return rope_tables(positions, inverse_frequencies(config.head_dim, config.rope_theta, round_to_bf16=config.round_rope_to_bf16))
+        frequencies = inverse_frequencies(
+            config.head_dim, config.rope_theta, round_to_bf16=config.round_rope_to_bf16, rotated_share=config.rotated_share
+        )
+        return rope_tables(positions, frequencies)
 
     def inject(self, features: Float[Array, "*batch F"]) -> Float[Array, "*batch D"]:
         """Context features c = norm(fc(features)); no layer norms them again."""
@@ -158,20 +197,20 @@ class BlockBackbone(nn.Module):
 
     def hidden(
         self,
-        embeddings: Float[Array, "B A G D"],
+        embeddings: Float[Array, "B A slots D"],
         anchors: Int[Array, "B A"],
         contexts: list[BlockContext],
         keep: Bool[Array, "B A"],
     ) -> Float[Array, "B A G D"]:
-        """Hidden states after the final norm; `anchors` are absolute positions."""
+        """Hidden states of the slots that predict, after the final norm; `anchors` are absolute positions."""
         positions = anchors[..., None] + jnp.arange(embeddings.shape[2], dtype=jnp.int32)
         cos, sin = self._rope(positions)
         x = embeddings
         for layer, context in zip(self.layers, contexts, strict=True):
             x = layer(x, cos, sin, context, keep)
-        return self.norm(x)
+        return self.norm(x[:, :, self.config.num_slots - self.config.block_size :])
 
-    def train_hidden(self, embeddings: Float[Array, "B A G D"], batch: TrainBatch) -> Float[Array, "B A G D"]:
+    def train_hidden(self, embeddings: Float[Array, "B A slots D"], batch: TrainBatch) -> Float[Array, "B A G D"]:
         """Hidden states of the blocks at all anchors of a batch; a block at anchor a sees features of positions below a."""
         positions = jnp.broadcast_to(jnp.arange(batch.ids.shape[1], dtype=jnp.int32), batch.ids.shape)
         mask = (positions[:, None, :] < batch.anchors[:, :, None]) & batch.keep[:, :, None]
@@ -199,7 +238,7 @@ class BlockBackbone(nn.Module):
             length=cache.length + committed.count,
         )
 
-    def cached_hidden(self, embeddings: Float[Array, "R G D"], cache: KVCache) -> Float[Array, "R G D"]:
+    def cached_hidden(self, embeddings: Float[Array, "R slots D"], cache: KVCache) -> Float[Array, "R G D"]:
         """Hidden states of one block per request behind its cache. The block's own keys and values are not kept (FAULTS C1)."""
         mask = jnp.arange(cache.num_slots, dtype=jnp.int32) < cache.length[:, None]
         dtype = embeddings.dtype
@@ -210,14 +249,14 @@ class BlockBackbone(nn.Module):
         keep = jnp.ones((embeddings.shape[0], 1), bool)
         return self.hidden(embeddings[:, None], cache.length[:, None], contexts, keep)[:, 0]
 
-    def initialise(self, embeddings: Float[Array, "B A G D"], batch: TrainBatch) -> None:
+    def initialise(self, embeddings: Float[Array, "B A slots D"], batch: TrainBatch) -> None:
         """Reaches every parameter, for `init`."""
         self.train_hidden(embeddings, batch)
 
 
 @struct.dataclass
 class BlockTargets:
-    """What the slots of every block of a batch are to predict, as the reference lays it out."""
+    """What every block of a batch is to predict, as the reference lays it out."""
 
     labels: Int[Array, "B A G"]
     previous: Int[Array, "B A G"]
@@ -227,7 +266,7 @@ class BlockTargets:
 
 @typed
 def block_targets(batch: TrainBatch, block_size: int) -> BlockTargets:
-    """Slot k of the block at anchor a predicts token a + 1 + k from the true token before it.
+    """Draft k = 0, 1, ... of the block at anchor a predicts token a + 1 + k from the true token before it.
 
     Supervision of a block ends at its first label outside the answer or behind the sequence; the teacher's distribution of a
     label stands one position before it.
@@ -248,8 +287,8 @@ def block_targets(batch: TrainBatch, block_size: int) -> BlockTargets:
 
 
 @typed
-def block_ids(batch: TrainBatch, block_size: int, mask_token_id: int) -> Int[Array, "B A G"]:
-    """Token ids at the block's slots: the anchor (a mask where the block is not kept), then masks."""
+def block_ids(batch: TrainBatch, num_slots: int, mask_token_id: int) -> Int[Array, "B A {num_slots}"]:
+    """Token ids at the blocks' slots: the anchor (a mask where the block is not kept), then masks."""
     rows = jnp.arange(batch.ids.shape[0], dtype=jnp.int32)[:, None]
     anchor = jnp.where(batch.keep, batch.ids[rows, batch.anchors], mask_token_id)
-    return jnp.full((*anchor.shape, block_size), mask_token_id, batch.ids.dtype).at[:, :, 0].set(anchor)
+    return jnp.full((*anchor.shape, num_slots), mask_token_id, batch.ids.dtype).at[:, :, 0].set(anchor)

@@ -15,9 +15,11 @@ import jax.numpy as jnp
 from dspark_jax import kv_cache
 from dspark_jax.kv_cache import KVCache
 from dspark_jax.layers import (
+    LLAMA_STYLE,
+    QWEN3_STYLE,
     AttentionProjections,
     Embedding,
-    GatedMLP,
+    ResidualLayer,
     RMSNorm,
     RopeScaling,
     attend,
@@ -26,6 +28,7 @@ from dspark_jax.layers import (
 )
 from dspark_jax.protocols import FlatTokens, TargetHead, TargetSpec
 from dspark_jax.sharding import Initialised
+from dspark_jax.targets.query_grid import QueryGrid, query_grid
 from dspark_jax.typing import Array, Bool, Float, Int, Params
 
 
@@ -58,52 +61,24 @@ class DenseConfig:
             raise ValueError(f"num_heads is {self.num_heads}; it must be a multiple of num_kv_heads ({self.num_kv_heads})")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Layout:
-    """How flat tokens lie in the [R, queries_per_row] grid that attention works on; computed once a forward pass."""
-
-    num_rows: int
-    index: Array | None
-    row: Array
-    slot: Array
-
-    def to_grid(self, flat: Float[Array, "N H E"], queries_per_row: int) -> Float[Array, "R Q H E"]:
-        grid = flat if self.index is None else flat[self.index]
-        return grid.reshape(self.num_rows, queries_per_row, *flat.shape[1:])
-
-    def to_flat(self, grid: Float[Array, "R Q H E"]) -> Float[Array, "N H E"]:
-        return grid.reshape(-1, *grid.shape[2:]) if self.index is None else grid[self.row, self.slot]
-
-
-def _layout(tokens: FlatTokens, num_rows: int) -> _Layout:
-    index = None
-    if not tokens.is_grid:
-        flat = jnp.arange(tokens.ids.shape[0], dtype=jnp.int32)
-        row = jnp.where(tokens.valid, tokens.row, num_rows)
-        index = jnp.zeros((num_rows, tokens.queries_per_row), jnp.int32).at[row, tokens.slot].set(flat, mode="drop").reshape(-1)
-    return _Layout(num_rows, index, tokens.row, tokens.slot)
-
-
-class DenseLayer(nn.Module):
+class DenseLayer(ResidualLayer):
     """One decoder layer on flat tokens."""
 
     config: DenseConfig
 
     def setup(self) -> None:
+        super().setup()
         config = self.config
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = AttentionProjections(
             config.hidden_size,
             config.num_heads,
             config.num_kv_heads,
             config.head_dim,
             config.rms_norm_eps,
-            config.qk_norm,
+            self.style,
             config.attention_bias,
             config.output_bias,
         )
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
 
     def __call__(
         self,
@@ -111,7 +86,7 @@ class DenseLayer(nn.Module):
         cos: Float[Array, "N half"],
         sin: Float[Array, "N half"],
         tokens: FlatTokens,
-        layout: _Layout,
+        layout: QueryGrid,
         mask: Bool[Array, "R Q T"],
         cached: tuple[Array, Array] | None,
     ) -> tuple[Float[Array, "N D"], tuple[Array, Array] | None]:
@@ -126,10 +101,8 @@ class DenseLayer(nn.Module):
             )
         with jax.named_scope("attention"):
             grid = layout.to_grid(queries, tokens.queries_per_row)
-            heads = attend(grid, all_keys.astype(x.dtype), all_values.astype(x.dtype), mask, self.config.head_dim**-0.5)
-        x = x + self.self_attn.output(layout.to_flat(heads))
-        with jax.named_scope("mlp"):
-            x = x + self.mlp(self.post_attention_layernorm(x))
+            heads = attend(grid, all_keys.astype(x.dtype), all_values.astype(x.dtype), mask, self.style.scale(self.config.head_dim))
+        x = self.after_attention(x, self.self_attn.output(layout.to_flat(heads)))
         return x, None if cached is None else (all_keys, all_values)
 
 
@@ -141,7 +114,9 @@ class DenseDecoder(nn.Module):
     def setup(self) -> None:
         config = self.config
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.layers = [DenseLayer(config) for _ in range(config.num_layers)]
+        style = QWEN3_STYLE if config.qk_norm else LLAMA_STYLE
+        sizes = (config.hidden_size, config.intermediate_size, config.rms_norm_eps)
+        self.layers = [DenseLayer(*sizes, style, config) for _ in range(config.num_layers)]
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         if not config.tie_word_embeddings:
             self.lm_head = Embedding(config.vocab_size, config.hidden_size)
@@ -153,7 +128,7 @@ class DenseDecoder(nn.Module):
         if cache is None and not tokens.is_grid:
             raise ValueError("cache is None; a forward pass without a cache takes a grid of tokens (FlatTokens.grid)")
         num_rows = tokens.ids.shape[0] // tokens.queries_per_row if cache is None else cache.length.shape[0]
-        layout = _layout(tokens, num_rows)
+        layout = query_grid(tokens, num_rows)
         position = tokens.position if layout.index is None else tokens.position[layout.index]
         key_position = jnp.arange(tokens.queries_per_row if cache is None else cache.num_slots, dtype=jnp.int32)
         mask = key_position <= position.reshape(num_rows, tokens.queries_per_row, 1)
@@ -203,10 +178,10 @@ class DenseTarget(Initialised):
         tokens = FlatTokens.grid(one, one[0], one[0] + 1)
         return self._network.init(rng, tokens, method="initialise")["params"]
 
-    def init_cache(self, num_rows: int, max_len: int, slack: int = 0, dtype: Any = jnp.float32) -> KVCache:
-        """An empty cache of max_len + slack slots per request."""
+    def init_cache(self, num_rows: int, max_len: int, *, writes_per_pass: int | None = None, dtype: Any = jnp.float32) -> KVCache:
+        """An empty cache of max_len slots per request; there is no window, so `writes_per_pass` changes nothing."""
         config = self.config
-        return kv_cache.empty_cache(config.num_layers, num_rows, config.num_kv_heads, max_len + slack, config.head_dim, dtype)
+        return kv_cache.empty_cache(config.num_layers, num_rows, config.num_kv_heads, max_len, config.head_dim, dtype)
 
     def head(self, params: Params) -> TargetHead:
         """Embedding and output head."""

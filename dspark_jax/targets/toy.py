@@ -43,8 +43,8 @@ class ToyTarget:
         """A random table [2, V, V]."""
         return {"table": self.spread * jax.random.normal(rng, (2, self.vocab_size, self.vocab_size), jnp.float32)}
 
-    def init_cache(self, num_rows: int, max_len: int, slack: int = 0, dtype: Any = jnp.float32) -> ToyCache:
-        """Lengths of 0; a table remembers nothing, so `max_len` and `slack` bound nothing."""
+    def init_cache(self, num_rows: int, max_len: int, *, writes_per_pass: int | None = None, dtype: Any = jnp.float32) -> ToyCache:
+        """Lengths of 0; a table remembers nothing, so no argument bounds anything."""
         return ToyCache(length=jnp.zeros((num_rows,), jnp.int32))
 
     def head(self, params: Params) -> TargetHead:

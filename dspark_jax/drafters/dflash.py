@@ -1,0 +1,68 @@
+"""The DFlash drafter: the parallel backbone alone, every token drawn independently of the others (one of DSpark's rivals).
+
+Two layouts are called DFlash. The DSpark reference compares against "anchor_first" (G slots predict G tokens, as in DSpark itself),
+the original work has "anchor_plus_masks" (G + 1 slots); the config's `layout` says which, and a drafter of one is not the other.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from dspark_jax.drafters.block_drafter import BlockConfig, BlockDrafter, compute_dtype
+from dspark_jax.kv_cache import KVCache
+from dspark_jax.protocols import DraftBlock, Sites, TargetHead, TrainBatch
+from dspark_jax.sampling import Noise, Sampling, draw, logit_floor
+from dspark_jax.typing import Array, Float, Int, Params
+from pallas_kernels.noise import Stream
+
+
+@dataclasses.dataclass(frozen=True)
+class DFlashConfig(BlockConfig):
+    """Backbone sizes; there are no heads. Train it with `DraftLossConfig(ce=1, l1=0, confidence=0)`, as the reference does."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DFlashDrafter(BlockDrafter):
+    """DFlash as a `protocols.Drafter`."""
+
+    config: DFlashConfig
+
+    def propose(
+        self, params: Params, head: TargetHead, state: KVCache, anchor: Int[Array, "R"], noise: Noise, sampling: Sampling
+    ) -> DraftBlock:
+        """One backbone pass, then all G tokens at once."""
+        num_rows, block_size = anchor.shape[0], self.block_size
+        hidden = self._block_hidden(params, head, state, anchor)
+        with jax.named_scope("draft_base_logits"):
+            # The floor, the draw and the logits that the verifier reads must come from the same bits, not from three fusions.
+            logits = jax.lax.optimization_barrier(head.logits(hidden))
+        row = jnp.repeat(jnp.arange(num_rows, dtype=jnp.int32), block_size)
+        place = jnp.tile(jnp.arange(block_size, dtype=jnp.int32), num_rows)
+        flat, settings = logits.reshape(-1, logits.shape[-1]), sampling.take(row)
+        with jax.named_scope("draft_tokens"):
+            floor = logit_floor(flat, settings)
+            drawn = draw(
+                flat,
+                floor,
+                settings.temperature,
+                noise.take(row).key,
+                place,
+                tile_stream=Stream.DRAFT_TILE,
+                id_stream=Stream.DRAFT_ID,
+            )
+        ids = drawn.ids if head.draft_ids is None else head.draft_ids[drawn.ids]
+        ids, log_q, normaliser, floor = (x.reshape(num_rows, block_size) for x in (ids, drawn.log_prob, drawn.log_normaliser, floor))
+        return DraftBlock(ids, log_q, normaliser, floor, None, logits)
+
+    def prediction_sites(self, params: Params, head: TargetHead, batch: TrainBatch) -> Sites:
+        """All blocks of a batch in one pass."""
+        hidden, targets = self._train_hidden(params, head, batch)
+        latent = jnp.zeros((*targets.labels.shape, 0), compute_dtype(params))
+        return self._sites(batch, hidden, targets, latent, None)
+
+    def site_logits(
+        self, params: Params, head: TargetHead, hidden: Float[Array, "P D"], latent: Float[Array, "P M"]
+    ) -> Float[Array, "P Vd"]:
+        """Draft logits of a chunk of sites, float32."""
+        return head.logits(hidden)
