@@ -77,7 +77,7 @@ def read_batch(
     return TrainBatch(
         ids=ids,
         loss_mask=loss_mask,
-        features=jax.lax.stop_gradient(features.reshape(num_rows, length, -1)),
+        features=jax.lax.stop_gradient(features.reshape(num_rows, length, features.shape[-1])),
         last_hidden=jax.lax.stop_gradient(last_hidden.reshape(num_rows, length, -1)),
         anchors=anchors,
         keep=keep,

@@ -112,8 +112,7 @@ def _restore_step(folder: Path | str, step: int, abstract: PyTree) -> Checkpoint
     with _manager(folder, None) as manager:
         notes = manager.restore(step, args=ocp.args.Composite(notes=ocp.args.JsonRestore())).notes
         want = _layout(abstract)
-        # Checkpoints written before the layout was noted are held to their checksum alone.
-        have = notes.get("layout", want)
+        have = notes["layout"]
         for path in sorted(have.keys() | want.keys()):
             if have.get(path) != want.get(path):
                 raise ValueError(f"array {path} is {have.get(path, 'absent')}, and {want.get(path, 'absent')} is wanted")

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax.anchors import read_batch, sample_anchors
-from dspark_jax.calibrate import auc, brier, ece
+from dspark_jax.calibration_metrics import auc, brier, ece
 from dspark_jax.data import TokenBatch
 from dspark_jax.losses import DraftLossConfig, LossTerms, draft_loss
-from dspark_jax.protocols import Drafter, Target, TargetHead, TrainBatch
+from dspark_jax.protocols import Drafter, Sites, Target, TargetHead, TrainBatch
 from dspark_jax.readout import label_rows
 from dspark_jax.typing import Array, Bool, Float, Int, Params, typed
 
@@ -123,12 +123,26 @@ def _read_target(target: Target, target_params: Params, taps: tuple[int, ...], i
     return batch.features, batch.last_hidden, jax.lax.map(log_prob, (batch.last_hidden[:, :-1], ids[:, 1:]))
 
 
+def _behind_anchors(sites: Sites, batch: TrainBatch, block_size: int) -> Sites:
+    """The sites behind the anchors of the batch; drafters that go token by token predict behind every position."""
+    num_rows = batch.ids.shape[0]
+    anchor = sites.anchor.reshape(num_rows, -1, block_size)[:, None, :, 0]
+    index = jnp.argmax(anchor == batch.anchors[:, :, None], axis=-1)
+    rows = jnp.arange(num_rows, dtype=jnp.int32)[:, None]
+
+    def picked(x: Array) -> Array:
+        blocks = x.reshape(num_rows, anchor.shape[2], block_size, *x.shape[1:])[rows, index]
+        return blocks.reshape(index.size * block_size, *x.shape[1:])
+
+    return jax.tree.map(picked, sites)
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def _read_blocks(
     drafter: Drafter, params: Params, head: TargetHead, batch: TrainBatch, cuts: tuple[Array, ...]
 ) -> tuple[Array, Array, Array | None]:
     """Of the blocks at `batch.anchors`: match and log q [U, B, A, G], and the confidence logits [B, A, G]."""
-    sites = drafter.prediction_sites(params, head, batch)
+    sites = _behind_anchors(drafter.prediction_sites(params, head, batch), batch, drafter.block_size)
     logits = drafter.site_logits(params, head, sites.hidden, sites.latent).astype(jnp.float32)
     shape = (*batch.anchors.shape, drafter.block_size)
     matches, log_qs = [], []

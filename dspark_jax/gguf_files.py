@@ -41,6 +41,13 @@ TREE_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 
+GEMMA_TREE_NAMES = TREE_NAMES | {
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+"""Names of the `gemma3` architecture, whose layers have four norms."""
+
 ROPE_FACTORS = "rope_freqs.weight"
 """Divisors of the rotary frequencies: no parameter, but a part of the config (`model_configs`)."""
 
@@ -180,28 +187,38 @@ def interleaved_rows(num_heads: int, head_dim: int) -> np.ndarray:
     return np.arange(num_heads * head_dim).reshape(num_heads, head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
 
 
-def tree_name(name: str) -> str:
+def tree_name(name: str, names: Mapping[str, str] = TREE_NAMES) -> str:
     """Dotted tree path of a GGUF tensor ("blk.3.attn_q.weight" -> "layers_3.self_attn.q_proj.weight"); unknown ones keep their name."""
     match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
-    if match is None or match[2] not in TREE_NAMES:
+    if match is None or match[2] not in names:
         return name
     layer = "" if match[1] is None else f"layers_{match[1]}."
-    return f"{layer}{TREE_NAMES[match[2]]}.{match[3]}"
+    return f"{layer}{names[match[2]]}.{match[3]}"
 
 
-def gguf_sources(file: GGUFFile, num_heads: int, num_kv_heads: int, head_dim: int) -> dict[str, TensorSource]:
-    """The parameters in a GGUF file by dotted tree path, rows in the order of Hugging Face."""
+def gguf_sources(file: GGUFFile, config: Any) -> dict[str, TensorSource]:
+    """The parameters in a GGUF file by dotted tree path, as Hugging Face stores them.
+
+    llama.cpp reorders the rows of q and k where the architecture is `llama`, and adds 1 to the norms where it is `gemma3`: both
+    are undone. `config` is the target's, of which the head sizes are read in the first case.
+    """
+    architecture = file.metadata.get("general.architecture")
     rows_of = {}
-    if file.metadata.get("general.architecture") == "llama":
-        rows_of = {"attn_q": interleaved_rows(num_heads, head_dim), "attn_k": interleaved_rows(num_kv_heads, head_dim)}
+    if architecture == "llama":
+        heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}
+        rows_of = {name: interleaved_rows(count, config.head_dim) for name, count in heads.items()}
+    gemma = architecture == "gemma3"
 
     def source(name: str, tensor: GGUFTensor) -> TensorSource:
         order = rows_of.get(name.split(".")[-2]) if "." in name else None
+        added = np.float32(1 if gemma and name.endswith("norm.weight") else 0)
 
         def read(index: tuple[slice, ...]) -> np.ndarray:
             rows = index[0] if order is None else order[index[0]]
-            return read_tensor(file, name, rows)[(slice(None), *index[1:])]
+            values = read_tensor(file, name, rows)[(slice(None), *index[1:])]
+            return values - added if added else values
 
         return TensorSource(tensor.shape, read)
 
-    return {tree_name(name): source(name, tensor) for name, tensor in file.tensors.items() if name != ROPE_FACTORS}
+    names = GEMMA_TREE_NAMES if gemma else TREE_NAMES
+    return {tree_name(name, names): source(name, tensor) for name, tensor in file.tensors.items() if name != ROPE_FACTORS}

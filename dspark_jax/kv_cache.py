@@ -6,9 +6,11 @@ query's position is masked, and the next round overwrites it.
 
 A layer that looks back over a window alone may keep its slots as a ring: position p lies in slot p mod T. T must be at least
 window + the positions that one pass may write - 1 (`ring_slots`), or a rejected draft would lie where a live key should (FAULTS C2).
+A ring can be rolled back by what the last pass wrote, and no further: what lay there before is overwritten.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -19,7 +21,11 @@ from dspark_jax.typing import Array, Bool, Float, Int, typed
 
 @struct.dataclass
 class KVCache:
-    """Attributes: keys and values, one array per layer; length: positions of each request that hold something valid."""
+    """Keys and values, one array for every layer that keeps its own; their heads and slots may differ from layer to layer.
+
+    Attributes:
+      length: positions of each request that hold something valid.
+    """
 
     keys: tuple[Float[Array, "R K T E"], ...]
     values: tuple[Float[Array, "R K T E"], ...]
@@ -27,18 +33,31 @@ class KVCache:
 
     @property
     def num_slots(self) -> int:
-        """T: positions that fit."""
-        return self.keys[0].shape[2]
+        """T: positions that fit. That is what the layers that look back over everything hold; rings hold no more."""
+        return max(keys.shape[2] for keys in self.keys)
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerSlots:
+    """Sizes of one layer's keys and values: its key heads, the slots of each, and their width."""
+
+    num_kv_heads: int
+    num_slots: int
+    head_dim: int
+
+
+def empty_layers(num_rows: int, layers: Sequence[LayerSlots], dtype: Any) -> KVCache:
+    """A cache of zeros. Bytes: 2 x rows x size of dtype x the sum over layers of kv heads x slots x head_dim."""
+
+    def zeros() -> tuple[Array, ...]:
+        return tuple(jnp.zeros((num_rows, layer.num_kv_heads, layer.num_slots, layer.head_dim), dtype) for layer in layers)
+
+    return KVCache(keys=zeros(), values=zeros(), length=jnp.zeros((num_rows,), jnp.int32))
 
 
 def empty_cache(num_layers: int, num_rows: int, num_kv_heads: int, num_slots: int, head_dim: int, dtype: Any) -> KVCache:
-    """A cache of zeros. Bytes: 2 x layers x rows x kv heads x slots x head_dim x size of dtype."""
-    shape = (num_rows, num_kv_heads, num_slots, head_dim)
-    return KVCache(
-        keys=tuple(jnp.zeros(shape, dtype) for _ in range(num_layers)),
-        values=tuple(jnp.zeros(shape, dtype) for _ in range(num_layers)),
-        length=jnp.zeros((num_rows,), jnp.int32),
-    )
+    """A cache of zeros whose layers are all alike."""
+    return empty_layers(num_rows, [LayerSlots(num_kv_heads, num_slots, head_dim)] * num_layers, dtype)
 
 
 @typed
@@ -72,6 +91,12 @@ def key_positions(newest: Int[Array, "R"], num_slots: int) -> Int[Array, "R {num
     """
     slot = jnp.arange(num_slots, dtype=jnp.int32)
     return newest[:, None] - (newest[:, None] - slot) % num_slots
+
+
+@typed
+def newest_positions(row: Int[Array, "N"], position: Int[Array, "N"], valid: Bool[Array, "N"], num_rows: int) -> Int[Array, "{num_rows}"]:
+    """The last position that a pass writes for each request; -1 where it writes none."""
+    return jnp.full((num_rows,), -1, jnp.int32).at[row].max(jnp.where(valid, position, -1))
 
 
 @typed

@@ -274,10 +274,11 @@ class AttentionProjections(nn.Module):
 
 
 class ResidualLayer(nn.Module):
-    """What stands around the attention of a layer: norms, residuals and gated MLP, wired as `style` has it.
+    """What stands around the attention of a layer: norms, residuals and MLP, wired as `style` has it.
 
     A subclass adds `self_attn`, calls `super().setup()`, feeds its attention from `input_layernorm` and hands the result to
-    `after_attention`.
+    `after_attention`. One whose MLP is no gated MLP overrides `make_mlp`; one with several residual streams joins
+    `attention_update` and `mlp_update` to them itself.
     """
 
     width: int
@@ -293,21 +294,34 @@ class ResidualLayer(nn.Module):
             self.post_feedforward_layernorm = self._norm()
         if self.style.layer_scalar:
             self.layer_scalar = parameter(self, "layer_scalar", nn.initializers.ones, (1,), ("norm",))
-        self.mlp = GatedMLP(self.width, self.inner, self.style.activation)
+        self.mlp = self.make_mlp()
 
     def _norm(self) -> RMSNorm:
         return RMSNorm(self.width, self.eps, self.style.norm)
 
+    def make_mlp(self) -> nn.Module:
+        """The layer's MLP, from width to width."""
+        return GatedMLP(self.width, self.inner, self.style.activation)
+
+    def attention_update(self, attended: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
+        """What the attention (output projection included) adds to the residual stream."""
+        return self.post_attention_layernorm(attended) if self.style.sandwich else attended
+
+    def mlp_update(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
+        """What the MLP adds to the residual stream `x`."""
+        mlp: Any = self.mlp
+        if not self.style.sandwich:
+            return mlp(self.post_attention_layernorm(x))
+        return self.post_feedforward_layernorm(mlp(self.pre_feedforward_layernorm(x)))
+
+    def scaled(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
+        """The layer's output, times its scalar where it has one: a buffer in the reference, stored and applied, never trained."""
+        return x * jax.lax.stop_gradient(self.layer_scalar).astype(x.dtype) if self.style.layer_scalar else x
+
     def after_attention(self, x: Float[Array, "*batch D"], attended: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
         """The layer's output from its input and what its attention (output projection included) gave."""
-        if not self.style.sandwich:
-            x = x + attended
-            x = x + self.mlp(self.post_attention_layernorm(x))
-        else:
-            x = x + self.post_attention_layernorm(attended)
-            x = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
-        # A buffer in the reference: stored and applied, never trained.
-        return x * jax.lax.stop_gradient(self.layer_scalar).astype(x.dtype) if self.style.layer_scalar else x
+        x = x + self.attention_update(attended)
+        return self.scaled(x + self.mlp_update(x))
 
 
 @typed

@@ -133,7 +133,7 @@ def dense_config_from_gguf(file: GGUFFile, architecture: str) -> DenseConfig:
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=_shortest(required(values, "attention.layer_norm_rms_epsilon", file.path)),
+        rms_norm_eps=shortest(required(values, "attention.layer_norm_rms_epsilon", file.path)),
         rope_theta=theta,
         rope_scaling=scaling,
         qk_norm="blk.0.attn_q_norm.weight" in file.tensors,
@@ -145,7 +145,7 @@ def dense_config_from_gguf(file: GGUFFile, architecture: str) -> DenseConfig:
     )
 
 
-def _shortest(value: float) -> float:
+def shortest(value: float) -> float:
     """The shortest decimal that is the same float32: 9.999999747378752e-06 -> 1e-05."""
     return float(str(np.float32(value)))
 

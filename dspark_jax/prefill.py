@@ -128,7 +128,7 @@ def prefill(plan: DecodePlan, params: DecodeParams, state: DecodeState, num_chun
         ids = state.ids[rows[:, None], jnp.minimum(place, num_slots - 1)]
         tokens = FlatTokens.grid(ids, start, count)
         hidden, features, target_cache = plan.target.forward(params.target, target_cache, tokens, plan.taps)
-        hidden, features = hidden.reshape(num_rows, chunk, -1), features.reshape(num_rows, chunk, -1)
+        hidden, features = hidden.reshape(num_rows, chunk, -1), features.reshape(num_rows, chunk, features.shape[-1])
         if plan.drafter is not None:
             committed = Committed(
                 next_ids=state.ids[rows[:, None], jnp.minimum(place + 1, num_slots - 1)],

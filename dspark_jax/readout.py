@@ -120,7 +120,8 @@ def _chunk_objective(
     """The share of a chunk [B, c] in the terms, and the readout of its sites."""
 
     def flat(x: Array) -> Array:
-        return x.reshape(-1, *x.shape[2:])
+        # Not -1: a drafter without a sequential head has latents of width 0.
+        return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
     with jax.named_scope("draft_logits"):
         params = split.merge(reached, fixed.others)

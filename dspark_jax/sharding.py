@@ -22,8 +22,11 @@ LOGICAL_RULES: Mapping[str, str | tuple[str, ...] | None] = {
     "heads": "tensor",
     "kv_heads": "tensor",
     "mlp": "tensor",
+    "experts": "tensor",
+    "expert_mlp": None,
     "embed": "fsdp",
     "features": None,
+    "streams": None,
     "rank": None,
     "norm": None,
 }

@@ -21,8 +21,24 @@ REPLACEMENT = "\ufffd"
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 """Pre-tokenizer of Qwen2 and Llama 3; they differ in how many digits stay together."""
 
-CONTROL, USER_DEFINED = 3, 4
-"""Kinds of tokens in `tokenizer.ggml.token_type` that are matched in the text as they stand."""
+CONTROL, USER_DEFINED, BYTE = 3, 4, 6
+"""Kinds of tokens in `tokenizer.ggml.token_type`; the first two are matched in the text as they stand."""
+
+SPACE = "\u2581"
+"""How SentencePiece writes a space."""
+
+GEMMA_TURNS = ("<start_of_turn>", "<end_of_turn>")
+GEMMA_TEMPLATE = (
+    "{{ bos_token }}{% set ns = namespace(system='') %}{% for message in messages %}"
+    "{% if message['role'] == 'system' and loop.first %}{% set ns.system = message['content'] + '\n\n' %}{% else %}"
+    "{% set role = 'model' if message['role'] == 'assistant' else message['role'] %}"
+    "{% if role not in ('user', 'model') %}"
+    "{{ raise_exception('role is ' + role + '; allowed: system (first), user, assistant') }}{% endif %}"
+    "{{ '<start_of_turn>' + role + '\n' + ns.system + message['content'] | trim + '<end_of_turn>\n' }}"
+    "{% set ns.system = '' %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+)
+"""Gemma's turns, for files of its vocabulary that come without a template: a system text opens the first user turn."""
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -132,8 +148,12 @@ class TextStream:
         given = self.given + piece
         if whole == text:
             # A clean boundary: what lies before the newest ids can't change any more. They stay, since some decoders treat the
-            # first token of a text in their own way.
-            window = tuple(int(i) for i in ids)
+            # first token of a text in their own way, and with them the bytes that complete their first character, since some decode
+            # a run of bytes as a whole or not at all.
+            start = len(window) - len(ids)
+            while start > 0 and REPLACEMENT in self._text(window[start:]):
+                start -= 1
+            window = window[start:]
             given = self._text(window)
         return dataclasses.replace(self, window=window, given=given), piece
 
@@ -220,40 +240,92 @@ def _stop_ids_of(folder: Path, backend: Any, special_tokens: Mapping[str, str]) 
 
 
 def _from_gguf(file: GGUFFile) -> Tokenizer:
-    """A byte-level BPE tokenizer from the metadata of a GGUF file."""
+    """A tokenizer from the metadata of a GGUF file."""
     library = require("tokenizers", "models", "a tokenizer")
     prefix = "tokenizer.ggml."
     stored = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
-    if stored.get("model") != "gpt2":
-        raise ValueError(f"{file.path}: tokenizer.ggml.model is {stored.get('model')!r}; supported: 'gpt2' (byte-level BPE)")
-    kind = stored.get("pre", "")
-    if kind not in PRE_TOKENIZERS:
-        raise ValueError(f"{file.path}: tokenizer.ggml.pre is {kind!r}; supported: {', '.join(map(repr, PRE_TOKENIZERS))}")
-    for key in ("tokens", "merges"):
-        if key not in stored:
-            raise ValueError(f"{file.path} has no tokenizer.ggml.{key}")
+    model = str(stored.get("model"))
+    if model not in MODELS:
+        known = ", ".join(f"{name!r} ({what})" for name, (what, _) in MODELS.items())
+        raise ValueError(f"{file.path}: tokenizer.ggml.model is {stored.get('model')!r}; supported: {known}")
+    backend = MODELS[model][1](library, stored, file.path)
     tokens: list[str] = stored["tokens"]
-    merges = [tuple(merge.split(" ")) for merge in stored["merges"]]
-    whole_words = kind == "llama-bpe"
-    backend = library.Tokenizer(library.models.BPE({token: i for i, token in enumerate(tokens)}, merges, ignore_merges=whole_words))
-    if kind == "qwen2":
-        backend.normalizer = library.normalizers.NFC()
-    backend.pre_tokenizer = PRE_TOKENIZERS[kind](library.pre_tokenizers)
-    backend.decoder = library.decoders.ByteLevel()
     kinds = stored.get("token_type", [])
     for special in (True, False):
         chosen = CONTROL if special else USER_DEFINED
-        added = [library.AddedToken(tokens[i], normalized=False, special=special) for i, k in enumerate(kinds) if k == chosen]
+        # The vocabulary of SentencePiece spells spaces its own way, and so does the text once it is normalised.
+        normalized = model == "llama" and not special
+        added = [library.AddedToken(tokens[i], normalized=normalized, special=special) for i, k in enumerate(kinds) if k == chosen]
         (backend.add_special_tokens if special else backend.add_tokens)(added)
     names = ("bos", "eos", "unknown", "padding", "eot")
     ids: dict[str, int] = {name: stored[f"{name}_token_id"] for name in names if f"{name}_token_id" in stored}
-    if stored.get("add_bos_token", whole_words) and "bos" in ids:
+    if stored.get("add_bos_token", model == "llama" or stored.get("pre") == "llama-bpe") and "bos" in ids:
         begin = tokens[ids["bos"]]
         backend.post_processor = library.processors.TemplateProcessing(single=[begin, "$A"], special_tokens=[(begin, ids["bos"])])
     template_names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
     special_tokens = {template_names[name]: tokens[i] for name, i in ids.items() if name in template_names}
-    stop_ids = tuple(dict.fromkeys(ids[name] for name in ("eos", "eot") if name in ids))
-    return Tokenizer(backend, file.metadata.get("tokenizer.chat_template"), stop_ids, special_tokens)
+    stops = [ids[name] for name in ("eos", "eot") if name in ids]
+    template = file.metadata.get("tokenizer.chat_template")
+    turns = [backend.token_to_id(token) for token in GEMMA_TURNS]
+    if None not in turns:
+        stops.append(turns[-1])
+        template = template or GEMMA_TEMPLATE
+    return Tokenizer(backend, template, tuple(dict.fromkeys(stops)), special_tokens)
+
+
+def _byte_level(library: Any, stored: Mapping[str, Any], origin: Path) -> Any:
+    """Byte-level BPE, with its merges in the file."""
+    kind = stored.get("pre", "")
+    if kind not in PRE_TOKENIZERS:
+        raise ValueError(f"{origin}: tokenizer.ggml.pre is {kind!r}; supported: {', '.join(map(repr, PRE_TOKENIZERS))}")
+    _need(stored, ("tokens", "merges"), origin)
+    vocabulary = {token: i for i, token in enumerate(stored["tokens"])}
+    merges = [tuple(merge.split(" ")) for merge in stored["merges"]]
+    backend = library.Tokenizer(library.models.BPE(vocabulary, merges, ignore_merges=kind == "llama-bpe"))
+    if kind == "qwen2":
+        backend.normalizer = library.normalizers.NFC()
+    backend.pre_tokenizer = PRE_TOKENIZERS[kind](library.pre_tokenizers)
+    backend.decoder = library.decoders.ByteLevel()
+    return backend
+
+
+def _sentencepiece(library: Any, stored: Mapping[str, Any], origin: Path) -> Any:
+    """SentencePiece's BPE: of all neighbours that form a token, the pair with the highest score is merged; what is no token is spelt
+    in bytes. A space is a character like any other."""
+    _need(stored, ("tokens", "scores", "token_type"), origin)
+    if stored.get("add_space_prefix", True):
+        raise ValueError(f"{origin}: tokenizer.ggml.add_space_prefix is true or absent; supported: false (as Gemma's files have it)")
+    tokens: list[str] = stored["tokens"]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    mergeable = {token: i for token, i in vocabulary.items() if stored["token_type"][i] not in (CONTROL, BYTE)}
+    ranked = []
+    for token, i in mergeable.items():
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in mergeable and right in mergeable:
+                ranked.append((-stored["scores"][i], -cut, left, right))
+    ranked.sort()
+    merges = [(left, right) for _, _, left, right in ranked]
+    unknown = stored.get("unknown_token_id")
+    unk_token = None if unknown is None else tokens[unknown]
+    backend = library.Tokenizer(library.models.BPE(vocabulary, merges, unk_token=unk_token, fuse_unk=True, byte_fallback=True))
+    backend.normalizer = library.normalizers.Replace(" ", SPACE)
+    decoders = library.decoders
+    backend.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
+    return backend
+
+
+def _need(stored: Mapping[str, Any], keys: tuple[str, ...], origin: Path) -> None:
+    for key in keys:
+        if key not in stored:
+            raise ValueError(f"{origin} has no tokenizer.ggml.{key}")
+
+
+MODELS: Mapping[str, tuple[str, Callable[[Any, Mapping[str, Any], Path], Any]]] = {
+    "gpt2": ("byte-level BPE", _byte_level),
+    "llama": ("SentencePiece BPE", _sentencepiece),
+}
+"""Kinds of vocabularies by `tokenizer.ggml.model`: what they are called, and how they are built."""
 
 
 def _gpt2(library: Any) -> Any:

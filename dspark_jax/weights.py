@@ -6,6 +6,7 @@ This file holds the one table from architecture names to classes.
 import dataclasses
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,42 +18,92 @@ import numpy as np
 from jax.sharding import Mesh
 from safetensors.numpy import save_file
 
-from dspark_jax.drafters.dspark import DSparkConfig, DSparkDrafter
+from dspark_jax.chain_configs import eagle3_config, eagle3_json, mtp_config, mtp_json
+from dspark_jax.draft_configs import EXTENSION, GEMMA_FROM_TARGET, block_drafter, block_json
+from dspark_jax.drafters.dflash import DFlashDrafter
+from dspark_jax.drafters.dspark import DSparkDrafter
+from dspark_jax.drafters.eagle3 import Eagle3Drafter
+from dspark_jax.drafters.mtp import MTPDrafter
+from dspark_jax.gemma_configs import gemma3_config, gemma3_config_from_gguf, gemma4_config
 from dspark_jax.gguf_files import gguf_sources, read_gguf
-from dspark_jax.model_configs import dense_config, dense_config_from_gguf, refuse_unless, required, rope_of
+from dspark_jax.model_configs import dense_config, dense_config_from_gguf
 from dspark_jax.model_files import locate_model, read_json
 from dspark_jax.protocols import TargetHead, TargetSpec
 from dspark_jax.sharding import parameter_shardings
 from dspark_jax.targets.dense import DenseTarget
+from dspark_jax.targets.gemma import GemmaTarget
 from dspark_jax.tensor_files import SINGLE_FILE, TensorSource, checkpoint_tensors, restore, safetensors_sources, tree_name
 from dspark_jax.typing import Params
 
+RELEASED_DRAFTERS = {"smollm2_dspark": Path(__file__).parent / "assets" / "smollm2_dspark"}
+"""Drafters that are part of this package, by name."""
+
 SURVIVAL_FILE = "survival.json"
 DRAFT_IDS = "draft_vocab_ids"
+TRAINING_OPTIONS = {"loss_decay", "detach_confidence", "round_rope_to_bf16", "step_loss_decay", "supervision", "soft_ce_over_places"}
+"""Options that change how a drafter is trained and not what it computes; the reference keeps them elsewhere."""
+
 LENT = ("embed_tokens.weight", "lm_head.weight")
 """Tensors of a reference draft checkpoint that are copies of the target's."""
-
-DEFAULT_NUM_ANCHORS = 512
-"""Anchors per sequence in the reference's training; its model class wants the field in every config."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TargetRow:
-    """How a target architecture is built: from a `config.json`, and from GGUF metadata under that format's own name."""
+    """How a target architecture is built: from a `config.json`, and from GGUF metadata under that format's own name.
+
+    Attributes:
+      gguf_name, gguf_config: None where GGUF files of the architecture are not read.
+      multimodal: tensors outside the language model are left in the file.
+    """
 
     target: Callable[[Any], Any]
     config: Callable[..., Any]
-    gguf_name: str
-    gguf_config: Callable[..., Any]
+    gguf_name: str | None = None
+    gguf_config: Callable[..., Any] | None = None
+    multimodal: bool = False
 
 
 TARGETS: Mapping[str, TargetRow] = {
     "LlamaForCausalLM": TargetRow(DenseTarget, dense_config, "llama", dense_config_from_gguf),
     "Qwen2ForCausalLM": TargetRow(DenseTarget, dense_config, "qwen2", dense_config_from_gguf),
     "Qwen3ForCausalLM": TargetRow(DenseTarget, dense_config, "qwen3", dense_config_from_gguf),
+    "Gemma3ForCausalLM": TargetRow(GemmaTarget, gemma3_config, "gemma3", gemma3_config_from_gguf),
+    "Gemma3ForConditionalGeneration": TargetRow(GemmaTarget, gemma3_config, multimodal=True),
+    "Gemma4ForCausalLM": TargetRow(GemmaTarget, gemma4_config),
+    "Gemma4ForConditionalGeneration": TargetRow(GemmaTarget, gemma4_config, multimodal=True),
+    "Gemma4UnifiedForConditionalGeneration": TargetRow(GemmaTarget, gemma4_config, multimodal=True),
 }
 
-DRAFTERS: Mapping[str, type[DSparkDrafter]] = {"Qwen3DSparkModel": DSparkDrafter}
+LANGUAGE_MODEL = re.compile(r"(?:model\.language_model|language_model\.model)\.|(?:language_model\.)?(?=lm_head\.)")
+"""What the names of a multimodal checkpoint's text tensors begin with, in the layouts that are around."""
+
+
+def _eagle3(config: Mapping[str, Any], origin: Any) -> Eagle3Drafter:
+    return Eagle3Drafter(eagle3_config(config, origin))
+
+
+def _mtp(config: Mapping[str, Any], origin: Any) -> MTPDrafter:
+    return MTPDrafter(mtp_config(config, origin))
+
+
+DRAFTERS: Mapping[str, Callable[[Mapping[str, Any], Any], Any]] = {
+    "Qwen3DSparkModel": block_drafter,
+    "Gemma4DSparkModel": block_drafter,
+    "Qwen3Eagle3Model": _eagle3,
+    "Gemma4Eagle3Model": _eagle3,
+    "Eagle3DraftModel": _eagle3,
+    "MTPDraftModel": _mtp,
+    "Gemma4MTPDraftModel": _mtp,
+}
+"""From `config.json` and its path, for messages, to the drafter."""
+
+DRAFTER_CONFIGS: Mapping[type, Callable[[Any, Mapping[str, Any]], dict[str, Any]]] = {
+    DSparkDrafter: lambda drafter, base: block_json(drafter, base),
+    DFlashDrafter: lambda drafter, base: block_json(drafter, base),
+    Eagle3Drafter: lambda drafter, base: eagle3_json(drafter.config, base),
+    MTPDrafter: lambda drafter, base: mtp_json(drafter.config, base),
+}
+"""And back; the second argument has the fields that stand unless the drafter has a say in them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,12 +113,14 @@ class LoadedDrafter:
     Attributes:
       draft_ids: target ids that can be drafted, ascending; None for the whole vocabulary.
       survival: calibration of the confidence head; None where none was stored.
+      config_json: the `config.json` that it was read from, for `save_drafter`.
     """
 
-    drafter: DSparkDrafter
+    drafter: Any
     params: Params
     draft_ids: jax.Array | None
     survival: dict[str, Any] | None
+    config_json: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def load_target(model: str | os.PathLike[str], *, mesh: Mesh | None = None, dtype: Any = jnp.float32) -> tuple[Any, Params]:
@@ -96,7 +149,10 @@ def _target_in_folder(folder: Path) -> tuple[Any, dict[str, TensorSource]]:
     architecture = _architecture(config, TARGETS, folder)
     row = TARGETS[architecture]
     target = row.target(row.config(config, architecture, folder / "config.json"))
-    sources = {tree_name(name): source for name, source in safetensors_sources(folder).items() if not name.endswith("rotary_emb.inv_freq")}
+    stored = {name: source for name, source in safetensors_sources(folder).items() if not name.endswith("rotary_emb.inv_freq")}
+    if row.multimodal:
+        stored = {name[match.end() :]: source for name, source in stored.items() if (match := LANGUAGE_MODEL.match(name))}
+    sources = {tree_name(name): source for name, source in stored.items()}
     if target.config.tie_word_embeddings:
         # Some writers store the tied head a second time.
         sources.pop("lm_head.weight", None)
@@ -106,13 +162,12 @@ def _target_in_folder(folder: Path) -> tuple[Any, dict[str, TensorSource]]:
 def _target_in_gguf(path: Path) -> tuple[Any, dict[str, TensorSource]]:
     file = read_gguf(path)
     name = file.metadata.get("general.architecture")
-    architecture = next((known for known, row in TARGETS.items() if row.gguf_name == name), None)
-    if architecture is None:
-        known = ", ".join(row.gguf_name for row in TARGETS.values())
-        raise ValueError(f"{path}: general.architecture is {name!r}; supported: {known}")
-    row = TARGETS[architecture]
-    config = row.gguf_config(file, architecture)
-    return row.target(config), gguf_sources(file, config.num_heads, config.num_kv_heads, config.head_dim)
+    for architecture, row in TARGETS.items():
+        if row.gguf_config is not None and row.gguf_name == name:
+            config = row.gguf_config(file, architecture)
+            return row.target(config), gguf_sources(file, config)
+    known = ", ".join(row.gguf_name for row in TARGETS.values() if row.gguf_name)
+    raise ValueError(f"{path}: general.architecture is {name!r}; supported: {known}")
 
 
 def _architecture(config: Mapping[str, Any], table: Mapping[str, Any], folder: Path) -> str:
@@ -127,6 +182,8 @@ def load_drafter(
 ) -> LoadedDrafter:
     """A drafter in the DeepSpec layout, checked against the target it shall draft for.
 
+    `model` is a folder, a hub name, or "smollm2_dspark", the drafter that comes with this package.
+
     The embedding and output head in the file, if any, are the target's: their shapes are checked and they are left out.
     Tensor `draft_vocab_ids` with config field `draft_vocab_size` (a reduced draft vocabulary) and `survival.json` are
     extensions of the layout.
@@ -135,12 +192,11 @@ def load_drafter(
       ValueError: where files are missing or damaged, the architecture is unknown, a field is missing (`mask_token_id` above all:
         no other token stands in for it), or the drafter was made for a target of another vocabulary, width or depth.
     """
-    folder = locate_model(model)
+    folder = RELEASED_DRAFTERS.get(os.fspath(model)) or locate_model(model)
     config_file = read_json(folder, "config.json")
-    architecture = _architecture(config_file, DRAFTERS, folder)
-    config = _drafter_config(config_file, folder / "config.json")
+    drafter = drafter_of(config_file, folder)
+    config = drafter.config
     _check_fits(config, target_spec, folder)
-    drafter = DRAFTERS[architecture](config)
     stored = safetensors_sources(folder)
     sources = {tree_name(name): source for name, source in stored.items()}
     for name in LENT:
@@ -151,45 +207,29 @@ def load_drafter(
     shardings = None if mesh is None else parameter_shardings(mesh, drafter)
     params = restore(drafter.abstract_params(), sources, dtype, shardings, folder)
     survival = read_json(folder, SURVIVAL_FILE) if (folder / SURVIVAL_FILE).exists() else None
-    return LoadedDrafter(drafter, params, draft_ids, survival)
+    return LoadedDrafter(drafter, params, draft_ids, survival, config_file)
 
 
-def _drafter_config(config: Mapping[str, Any], origin: Path) -> DSparkConfig:
-    refuse_unless(config, "hidden_act", ("silu",), origin)
-    theta, scaling = rope_of(config, origin)
-    if scaling is not None:
-        raise ValueError(f"{origin}: rope_type is {scaling.kind!r}; a drafter supports 'default' alone")
-    num_heads = required(config, "num_attention_heads", origin)
-    rank = required(config, "markov_rank", origin)
-    fields: dict[str, Any] = {
-        "vocab_size": required(config, "vocab_size", origin),
-        "hidden_size": required(config, "hidden_size", origin),
-        "intermediate_size": required(config, "intermediate_size", origin),
-        "num_layers": required(config, "num_hidden_layers", origin),
-        "num_heads": num_heads,
-        "num_kv_heads": config.get("num_key_value_heads") or num_heads,
-        "head_dim": config.get("head_dim") or config["hidden_size"] // num_heads,
-        "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
-        "rope_theta": theta,
-        "attention_bias": bool(config.get("attention_bias")),
-        "block_size": required(config, "block_size", origin),
-        "mask_token_id": required(config, "mask_token_id", origin),
-        "taps": tuple(required(config, "target_layer_ids", origin)),
-        "num_target_layers": required(config, "num_target_layers", origin),
-        "markov_rank": rank,
-        "confidence_head": bool(required(config, "enable_confidence_head", origin)),
-        "confidence_with_markov": bool(config.get("confidence_head_with_markov", False)),
-        "draft_vocab_size": config.get("draft_vocab_size"),
-    }
-    if rank:
-        fields["markov_head_type"] = required(config, "markov_head_type", origin)
-    try:
-        return DSparkConfig(**fields)
-    except ValueError as error:
-        raise ValueError(f"{origin}: {error}") from error
+def drafter_of(config: Mapping[str, Any], folder: Path) -> Any:
+    """The drafter that a `config.json` describes; `folder` is for messages.
+
+    Raises:
+      ValueError: an unknown architecture, or naming a field that is missing or set to something that is not supported.
+    """
+    return DRAFTERS[_architecture(config, DRAFTERS, folder)](config, folder / "config.json")
 
 
-def _check_fits(config: DSparkConfig, spec: TargetSpec, folder: Path) -> None:
+def drafter_json(drafter: Any, dtype: str, base: Mapping[str, Any]) -> dict[str, Any]:
+    """The `config.json` of a drafter.
+
+    Args:
+      base: fields that stand unless the drafter has a say in them: the config that it was read with, or its target's text config.
+    """
+    kept = {name: value for name, value in base.items() if name not in (EXTENSION, "draft_vocab_size", "torch_dtype")}
+    return kept | {"dtype": dtype} | DRAFTER_CONFIGS[type(drafter)](drafter, base)
+
+
+def _check_fits(config: Any, spec: TargetSpec, folder: Path) -> None:
     for what, field, ours, theirs in (
         ("vocabulary", "vocab_size", config.vocab_size, spec.vocab_size),
         ("width", "hidden_size", config.hidden_size, spec.width),
@@ -202,7 +242,7 @@ def _check_fits(config: DSparkConfig, spec: TargetSpec, folder: Path) -> None:
             )
 
 
-def _draft_ids(source: TensorSource | None, config: DSparkConfig, folder: Path) -> jax.Array | None:
+def _draft_ids(source: TensorSource | None, config: Any, folder: Path) -> jax.Array | None:
     size = config.draft_vocab_size
     if source is None and size is None:
         return None
@@ -214,7 +254,7 @@ def _draft_ids(source: TensorSource | None, config: DSparkConfig, folder: Path) 
     return jnp.asarray(ids, jnp.int32)
 
 
-def _check_draft_ids(ids: np.ndarray, config: DSparkConfig, origin: str) -> None:
+def _check_draft_ids(ids: np.ndarray, config: Any, origin: str) -> None:
     if ids.shape != (config.draft_vocab_size,):
         raise ValueError(f"{origin} has shape {ids.shape}; the drafter's draft_vocab_size asks for ({config.draft_vocab_size},)")
     wide = ids.astype(np.int64)
@@ -224,9 +264,10 @@ def _check_draft_ids(ids: np.ndarray, config: DSparkConfig, origin: str) -> None
 
 def save_drafter(
     folder: str | os.PathLike[str],
-    drafter: DSparkDrafter,
+    drafter: Any,
     params: Params,
     *,
+    config_json: Mapping[str, Any] | None = None,
     draft_ids: Any | None = None,
     survival: Mapping[str, Any] | None = None,
     embedding: Any | None = None,
@@ -235,10 +276,10 @@ def save_drafter(
 ) -> None:
     """Write a drafter as a folder with `config.json` and `model.safetensors`, in the DeepSpec layout.
 
-    The folder appears whole or not at all. An older drafter there is replaced; files beside it (a model card) stay. Training options
-    (loss decay, detached confidence) are no part of the layout.
+    The folder appears whole or not at all. An older drafter there is replaced; files beside it (a model card) stay.
 
     Args:
+      config_json: fields of `config.json` that the drafter has no say in: the config that it was loaded with.
       draft_ids: target ids that can be drafted, where the drafter has a reduced draft vocabulary.
       survival: calibration of the confidence head, as JSON values.
       embedding, lm_head: the target's, "V D"; the reference wants them in the file (`export_for_reference`), we do not.
@@ -268,7 +309,9 @@ def save_drafter(
         for kept in folder.iterdir() if folder.is_dir() else ():
             if kept.name not in ("config.json", SINGLE_FILE, SURVIVAL_FILE):
                 (shutil.copytree if kept.is_dir() else shutil.copy2)(kept, partial / kept.name)
-        (partial / "config.json").write_text(json.dumps(_drafter_json(drafter, np.dtype(dtype)), indent=2) + "\n", encoding="utf-8")
+        (partial / "config.json").write_text(
+            json.dumps(drafter_json(drafter, np.dtype(dtype).name, config_json or {}), indent=2) + "\n", encoding="utf-8"
+        )
         save_file({name: np.ascontiguousarray(tensor) for name, tensor in sorted(tensors.items())}, partial / SINGLE_FILE, {"format": "pt"})
         if survival is not None:
             (partial / SURVIVAL_FILE).write_text(json.dumps(survival, indent=2) + "\n", encoding="utf-8")
@@ -278,19 +321,37 @@ def save_drafter(
 
 
 def export_for_reference(
-    folder: str | os.PathLike[str], drafter: DSparkDrafter, params: Params, head: TargetHead, *, dtype: Any = jnp.bfloat16
+    folder: str | os.PathLike[str],
+    drafter: Any,
+    params: Params,
+    head: TargetHead,
+    *,
+    config_json: Mapping[str, Any] | None = None,
+    dtype: Any = jnp.bfloat16,
 ) -> None:
     """Write a drafter for the PyTorch reference, which wants the target's embedding and output head in the file.
 
+    Args:
+      config_json: the config that the drafter was loaded with, or its target's text config, which the reference's draft configs extend.
+
     Raises:
-      ValueError: for a reduced draft vocabulary, which the reference does not know.
+      ValueError: for a reduced draft vocabulary or another option that the reference does not know; and where it wants fields of a
+        Gemma target that `config_json` lacks.
     """
+    base = config_json or {}
+    written = drafter_json(drafter, np.dtype(dtype).name, base)
+    unknown = set(written.get(EXTENSION, ())) - TRAINING_OPTIONS
+    if unknown:
+        raise ValueError(f"{', '.join(sorted(unknown))}: options that the reference does not know; export a drafter without them")
+    absent = [name for name in GEMMA_FROM_TARGET if name not in written] if written["architectures"][0].startswith("Gemma4") else []
+    if absent:
+        raise ValueError(f"config_json lacks {', '.join(absent)}: the reference reads them of the target; give the target's text config")
     if drafter.config.draft_vocab_size is not None or head.draft_ids is not None:
         raise ValueError(
             f"draft_vocab_size is {drafter.config.draft_vocab_size}: the reference draws drafts from the whole vocabulary and has no table "
             f"from draft ids to target ids; export a drafter whose markov_w2 has all {drafter.config.vocab_size} rows"
         )
-    save_drafter(folder, drafter, params, embedding=head.embedding, lm_head=head.lm_head, dtype=dtype)
+    save_drafter(folder, drafter, params, config_json=base, embedding=head.embedding, lm_head=head.lm_head, dtype=dtype)
 
 
 def _check_replaceable(folder: Path) -> None:
@@ -312,44 +373,3 @@ def _swap(new: Path, folder: Path) -> None:
         folder.rename(old)
     new.rename(folder)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _drafter_json(drafter: DSparkDrafter, dtype: np.dtype) -> dict[str, Any]:
-    config = drafter.config
-    architecture = next(name for name, kind in DRAFTERS.items() if isinstance(drafter, kind))
-    fields: dict[str, Any] = {
-        "architectures": [architecture],
-        "model_type": "qwen3",
-        "dtype": dtype.name,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_parameters": {"rope_theta": config.rope_theta, "rope_type": "default"},
-        "attention_bias": config.attention_bias,
-        "attention_dropout": 0.0,
-        "initializer_range": 0.02,
-        "layer_types": ["full_attention"] * config.num_layers,
-        "use_sliding_window": False,
-        "sliding_window": None,
-        "tie_word_embeddings": False,
-        "block_size": config.block_size,
-        "mask_token_id": config.mask_token_id,
-        "num_anchors": DEFAULT_NUM_ANCHORS,
-        "target_layer_ids": list(config.taps),
-        "num_target_layers": config.num_target_layers,
-        "markov_rank": config.markov_rank,
-        "enable_confidence_head": config.confidence_head,
-    }
-    if config.markov_rank:
-        fields["markov_head_type"] = config.markov_head_type
-    if config.confidence_head:
-        fields["confidence_head_with_markov"] = config.confidence_with_markov
-    if config.draft_vocab_size is not None:
-        fields["draft_vocab_size"] = config.draft_vocab_size
-    return fields

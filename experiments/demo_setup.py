@@ -43,7 +43,8 @@ USUAL_CONTINUATION = 0.65
 """Chance that a draft is accepted given that those before it were, for drafters that come without their own numbers."""
 
 PREFILL_ROWS = 16
-WARM_UP_ROUNDS = 24
+WARM_UP_ROUNDS = 40
+FEWEST_WARM_UP_ROUNDS = 4
 CACHE_STEP = 64
 
 
@@ -340,15 +341,28 @@ def warm_up(prepared: Prepared, fresh: Callable[[], tuple[DecodeState, DecodeSta
         ]
         for each in waiting:
             each.result()
-    run_buckets(prepared, fresh()[1])
+    run_branches(prepared, fresh)
 
 
-def run_buckets(prepared: Prepared, state: DecodeState) -> None:
-    """Throw-away rounds until every bucket has run: the first run of each costs about a second more than all later ones."""
+def run_branches(prepared: Prepared, fresh: Callable[[], tuple[DecodeState, DecodeState]]) -> None:
+    """Throw-away rounds until every bucket has run, greedy and drawn.
+
+    The first run of each branch of a compiled round costs up to a second more than all later ones; drawn tokens have branches of
+    their own. A prompt may never need the largest bucket, so that there is an end to it.
+    """
     ladder = prepared.speculative.buckets(1)
     unused = set(ladder)
-    for _ in range(WARM_UP_ROUNDS):
-        state, stats = step(prepared.speculative, prepared.params, state)
-        unused.discard(next(bucket for bucket in ladder if bucket > int(stats.verified[0])))
-        if not unused or bool(state.finished.all()):
-            return
+    for temperature in sorted({job.temperature for job in prepared.jobs}):
+        plain, state = (_at_temperature(each, temperature) for each in fresh())
+        for number in range(WARM_UP_ROUNDS):
+            if bool(state.finished.all()) or (number >= FEWEST_WARM_UP_ROUNDS and not unused):
+                break
+            if number < FEWEST_WARM_UP_ROUNDS and not bool(plain.finished.all()):
+                plain, _ = step(prepared.plain, prepared.plain_params, plain)
+            state, stats = step(prepared.speculative, prepared.params, state)
+            unused.discard(next(bucket for bucket in ladder if bucket > int(stats.verified[0])))
+
+
+def _at_temperature(state: DecodeState, temperature: float) -> DecodeState:
+    sampling = dataclasses.replace(state.sampling, temperature=jnp.full_like(state.sampling.temperature, temperature))
+    return dataclasses.replace(state, sampling=sampling)

@@ -8,6 +8,7 @@ from typing import Annotated
 import tyro
 
 from experiments.card_agreement import Agreement, compare_with_card
+from experiments.convert import export_model, import_model
 from experiments.plot_training import plot_training
 from experiments.presets import PRESETS
 from experiments.release_drafter import Release, release_drafter
@@ -57,6 +58,18 @@ def agreement_command(config: Annotated[Agreement, tyro.conf.OmitArgPrefixes]) -
     compare_with_card(config)
 
 
+def import_command(
+    source: Annotated[str, tyro.conf.Positional], out: Annotated[Path, tyro.conf.Positional], dtype: str = "float32"
+) -> None:
+    """Write a target or a drafter (folder or hub name) in Orbax's format."""
+    print(import_model(source, out, dtype))
+
+
+def export_command(source: Annotated[Path, tyro.conf.Positional], out: Annotated[Path, tyro.conf.Positional]) -> None:
+    """Write an imported model as a folder of safetensors again."""
+    print(export_model(source, out))
+
+
 def main() -> int:
     """Read the command line; bad input ends with a line that says what is wrong."""
     commands = {
@@ -65,6 +78,8 @@ def main() -> int:
         "plot": plot_command,
         "agreement": agreement_command,
         "release": release_command,
+        "import": import_command,
+        "export": export_command,
     }
     try:
         tyro.extras.subcommand_cli_from_dict(commands)

@@ -13,13 +13,12 @@ from dspark_jax.calibrate import RawSurvival
 from dspark_jax.decode import DecodeParams, DecodePlan, answers, generate, step
 from dspark_jax.drafters.dspark import DSparkDrafter
 from dspark_jax.prefill import start
-from dspark_jax.protocols import FlatTokens, TrainBatch
+from dspark_jax.protocols import FlatTokens
 from dspark_jax.sampling import Sampling
 from dspark_jax.schedule import ConfidenceThreshold
-from dspark_jax.verify import accept_probs, residual_probs
 from dspark_jax.weights import load_drafter, load_target
+from tests.reference_checks import assert_round, assert_stochastic_trace
 
-ACTIVATIONS: Any = {"atol": 2e-5, "rtol": 2e-4}
 SLOTS = 64
 THRESHOLDED = 9
 
@@ -87,21 +86,6 @@ def _run(plan, params, state):
 # --- the reference's traces
 
 
-def _assert_round(trace, index, row, before, state, stats):
-    assert before[row] - 1 == trace["start"][index]
-    assert stats.anchor[row] == trace["anchor_token"][index]
-    np.testing.assert_array_equal(stats.drafts[row], trace["all_draft_tokens"][index])
-    np.testing.assert_allclose(stats.confidence_logits[row], trace["confidence_logits"][index], atol=1e-4, rtol=1e-3)
-    assert stats.verified[row] == trace["draft_token_count"][index]
-    if not trace["terminated_by_stop"][index]:
-        assert stats.num_accepted[row] == trace["accepted"][index]
-        assert stats.next_id[row] == trace["next_token"][index]
-        committed = trace["committed_tokens"][index]
-        committed = committed[committed >= 0]
-        assert stats.emitted[row] == len(committed) and not stats.cut[row]
-        np.testing.assert_array_equal(np.asarray(state.ids)[row, before[row] : before[row] + len(committed)], committed)
-
-
 def test_the_references_greedy_traces_come_out_round_by_round(models, plan, traces):
     """[B1] [B2] Greedy, with a stop token, and with a confidence threshold, as three requests of one batch.
 
@@ -119,10 +103,10 @@ def test_the_references_greedy_traces_come_out_round_by_round(models, plan, trac
         before = np.asarray(state.length)
         state, device_stats = step(plan, models.params, state)
         stats = jax.tree.map(np.asarray, device_stats)
-        _assert_round(greedy, index, 0, before, state, stats)
-        _assert_round(thresholded, index, 2, before, state, stats)
+        assert_round(greedy, index, 0, before, state, stats)
+        assert_round(thresholded, index, 2, before, state, stats)
         if index < len(stopped["start"]):
-            _assert_round(stopped, index, 1, before, state, stats)
+            assert_round(stopped, index, 1, before, state, stats)
             assert stats.cut[1] == stopped["terminated_by_stop"][index] == bool(state.finished[1])
         else:
             assert not stats.active[1] and stats.emitted[1] == 0
@@ -131,72 +115,9 @@ def test_the_references_greedy_traces_come_out_round_by_round(models, plan, trac
         assert prompt + answers(finished)[row] == trace["output_ids"][0].tolist()
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _teacher_forced(target, drafter, target_params, drafter_params, texts, anchors):
-    """Draft logits of the block at every text's anchor, and the target's logits everywhere."""
-    rows, width = texts.shape
-    everything = FlatTokens.grid(texts, jnp.zeros((rows,), jnp.int32), jnp.full((rows,), width, jnp.int32))
-    hidden, features, _ = target.forward(target_params, None, everything, drafter.taps)
-    head = target.head(target_params)
-    batch = TrainBatch(
-        ids=texts,
-        loss_mask=jnp.ones((rows, width), bool),
-        features=features.reshape(rows, width, -1),
-        last_hidden=hidden.reshape(rows, width, -1),
-        anchors=anchors[:, None],
-        keep=jnp.ones((rows, 1), bool),
-    )
-    sites = drafter.prediction_sites(drafter_params, head, batch)
-    drafts = drafter.site_logits(drafter_params, head, sites.hidden, sites.latent)
-    return drafts.reshape(rows, drafter.block_size, -1), head.logits(hidden).reshape(rows, width, -1)
-
-
-def _softmax(logits):
-    weights = np.exp(np.asarray(logits, np.float64) - np.max(logits, axis=-1, keepdims=True))
-    return weights / weights.sum(-1, keepdims=True)
-
-
-def _inverse_cdf(probs, uniform):
-    wide = np.asarray(probs, np.float64)
-    return int(np.searchsorted(np.cumsum(wide / wide.sum()), uniform, side="right"))
-
-
 def test_the_references_stochastic_trace_follows_from_our_probabilities(models, traces):
     """Golden `decode_temp1`: both models give its logits on its prefixes, and its uniforms decide with them as they did there."""
-    trace = traces["temp1"]
-    output, starts = trace["output_ids"][0], trace["start"]
-    num, block_size = len(starts), models.drafter.block_size
-    width = int(starts.max()) + block_size + 1
-    texts = np.zeros((num, width), np.int32)
-    for row, begin in enumerate(starts):
-        texts[row, : begin + 1] = output[: begin + 1]
-        texts[row, begin + 1 : begin + 1 + block_size] = trace["verify_draft_tokens"][row]
-    assert np.array_equal(texts[np.arange(num), starts], trace["anchor_token"])
-    drafts, everywhere = _teacher_forced(
-        models.target, models.drafter, models.target_params, models.drafter_params, jnp.asarray(texts), jnp.asarray(starts)
-    )
-    place = starts[:, None] + np.arange(block_size + 1)
-    verify = np.asarray(everywhere)[np.arange(num)[:, None], place]
-    np.testing.assert_allclose(np.asarray(drafts), trace["corrected_logits"], **ACTIVATIONS)
-    np.testing.assert_allclose(verify, trace["verify_logits"], **ACTIVATIONS)
-    q, p = _softmax(drafts), _softmax(verify)
-    np.testing.assert_allclose(q, trace["draft_probs"], atol=1e-5)
-
-    uniforms = iter(trace["uniform_value"])
-    first = int(trace["num_input_tokens"])
-    assert _inverse_cdf(_softmax(everywhere)[0, first - 1], next(uniforms)) == output[first]
-    for row in range(num):
-        ids = trace["verify_draft_tokens"][row]
-        assert [_inverse_cdf(q[row, k], next(uniforms)) for k in range(block_size)] == ids.tolist()
-        chance = accept_probs(jnp.asarray(p[row, :-1], jnp.float32), jnp.asarray(q[row], jnp.float32), jnp.asarray(ids))
-        accepted = np.array([next(uniforms) for _ in range(block_size)]) < np.asarray(chance)
-        count = int(np.cumprod(accepted).sum())
-        assert count == trace["accepted"][row]
-        law = p[row, count]
-        if count < block_size:
-            law = residual_probs(jnp.asarray(law, jnp.float32), jnp.asarray(q[row, count], jnp.float32))
-        assert _inverse_cdf(np.asarray(law), next(uniforms)) == trace["next_token"][row]
-    assert next(uniforms, None) is None
+    assert_stochastic_trace(traces["temp1"], models.target, models.target_params, models.drafter, models.drafter_params)
 
 
 # --- plain decoding's tokens

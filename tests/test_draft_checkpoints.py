@@ -12,12 +12,14 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from dspark_jax import weights
+from dspark_jax.drafters.dflash import DFlashDrafter
 from dspark_jax.drafters.dspark import DSparkDrafter
+from dspark_jax.moe import MoEConfig
 from dspark_jax.protocols import TargetHead, TargetSpec
 from dspark_jax.sharding import make_mesh
 from dspark_jax.tensor_files import flatten
 from dspark_jax.weights import export_for_reference, load_drafter, load_target, save_drafter
-from tests.tiny_models import assert_same, edit_json
+from tests.tiny_models import assert_same, edit_json, random_params
 
 QWEN3_SPEC = TargetSpec(97, 32, 6, "Qwen3ForCausalLM")
 
@@ -65,7 +67,7 @@ def test_the_drafters_trained_for_smollm2_load(shared):
     drafter = load_drafter(shared / "smollm2" / "smollm2_dspark_2l_r64", spec)
     assert drafter.drafter.config.mask_token_id == 16 and drafter.drafter.config.markov_rank == 64
     plain = load_drafter(shared / "smollm2" / "smollm2_dflash_2l", spec)
-    assert plain.drafter.config.markov_rank == 0 and not plain.drafter.config.confidence_head
+    assert isinstance(plain.drafter, DFlashDrafter) and plain.drafter.config.layout == "anchor_first"
     assert not {"markov_head", "confidence_head"} & plain.params.keys()
 
 
@@ -184,7 +186,7 @@ def test_a_write_that_fails_leaves_the_old_drafter_whole(golden, tmp_path, monke
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"architectures": ["Qwen3Eagle3Model"]}, r"architectures is \['Qwen3Eagle3Model'\]; supported: Qwen3DSparkModel"),
+        ({"architectures": ["Qwen3MedusaModel"]}, r"architectures is \['Qwen3MedusaModel'\]; supported: Qwen3DSparkModel"),
         ({"mask_token_id": None}, "the field 'mask_token_id' is missing"),
         ({"mask_token_id": 97}, r"mask_token_id is 97; it must be a token id in 0..96"),
         ({"block_size": 0}, "block_size is 0; a block drafts at least 1 token"),
@@ -239,3 +241,43 @@ def test_a_lent_tensor_of_another_size_is_refused(draft_folder):
     save_file(tensors | {"lm_head.weight": np.zeros((50, 32), np.float32)}, draft_folder / "model.safetensors")
     with pytest.raises(ValueError, match=r"lm_head.weight is \(50, 32\); it must be the target's, \(97, 32\)"):
         load_drafter(draft_folder, QWEN3_SPEC)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"layout": "anchor_plus_masks"},
+        {"window": 8, "streams": 2, "experts": MoEConfig(num_experts=4, top_k=2, intermediate_size=12)},
+        {"detach_confidence": True, "loss_decay": None},
+    ],
+)
+def test_options_that_the_layout_does_not_know_come_back_too(golden, tmp_path, changes):
+    """[D3] In a field of our own, which the reference ignores; what would change the computation there is not exported to it."""
+    given = load_drafter(golden / "dspark_qwen3_vanilla", QWEN3_SPEC).drafter.config
+    drafter = DSparkDrafter(dataclasses.replace(given, **changes))
+    params = random_params(drafter)
+    save_drafter(tmp_path / "d", drafter, params, dtype=jnp.float32)
+    again = load_drafter(tmp_path / "d", QWEN3_SPEC)
+    assert again.drafter == drafter
+    assert_same(again.params, params)
+    target, target_params = load_target(golden / "qwen3_target")
+    if "layout" in changes or "window" in changes:
+        with pytest.raises(ValueError, match="options that the reference does not know"):
+            export_for_reference(tmp_path / "e", drafter, params, target.head(target_params))
+    edit_json(tmp_path / "d" / "config.json", dspark_jax={"telepathy": True})
+    with pytest.raises(ValueError, match="dspark_jax holds 'telepathy'; known there: "):
+        load_drafter(tmp_path / "d", QWEN3_SPEC)
+
+
+def test_a_gemma_drafter_is_exported_with_its_targets_config(golden, tmp_path):
+    """The reference's Gemma classes read fields of the target that a drafter does not have."""
+    spec = TargetSpec(97, 32, 6, "Gemma4ForCausalLM")
+    loaded = load_drafter(golden / "dspark_gemma4_vanilla", spec)
+    embedding = jnp.zeros((97, 32))
+    with pytest.raises(ValueError, match="config_json lacks head_dim, num_key_value_heads, sliding_window"):
+        export_for_reference(tmp_path / "d", loaded.drafter, loaded.params, TargetHead(embedding, embedding))
+
+
+def test_the_released_drafter_has_a_name():
+    spec = TargetSpec(49152, 576, 30, "LlamaForCausalLM")
+    assert load_drafter("smollm2_dspark", spec).draft_ids is not None

@@ -136,7 +136,9 @@ def test_a_damaged_gguf_file_is_refused_by_name(tmp_path):
 def test_the_packaged_smollm2_is_the_model_it_says():
     """Read from the header alone."""
     file = gguf_files.read_gguf(model_files.locate_model("smollm2"))
-    config = weights.TARGETS["LlamaForCausalLM"].gguf_config(file, "LlamaForCausalLM")
+    read = weights.TARGETS["LlamaForCausalLM"].gguf_config
+    assert read is not None
+    config = read(file, "LlamaForCausalLM")
     assert (config.num_layers, config.hidden_size, config.vocab_size, config.num_heads, config.num_kv_heads) == (30, 576, 49152, 9, 3)
     assert (config.head_dim, config.rope_theta, config.rms_norm_eps, config.tie_word_embeddings) == (64, 100_000.0, 1e-5, True)
 

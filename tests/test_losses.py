@@ -2,8 +2,6 @@
 
 import dataclasses
 import functools
-import json
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +9,12 @@ import numpy as np
 import pytest
 
 from dspark_jax.drafters.dspark import DSparkDrafter
-from dspark_jax.losses import DraftLossConfig, draft_denominators, draft_loss, loss_metrics, total_loss
+from dspark_jax.losses import DraftLossConfig, draft_denominators, loss_metrics, total_loss
 from dspark_jax.protocols import TargetHead, TrainBatch
 from dspark_jax.readout import compare
 from dspark_jax.weights import load_drafter, load_target
 from tests.linear_drafter import LinearDrafter
-
-ACTIVATIONS: dict[str, Any] = {"atol": 2e-5, "rtol": 2e-4}
+from tests.reference_checks import ACTIVATIONS, assert_same_gradients, batch_of, check_metrics, evaluate, reference_names
 
 
 @pytest.fixture(scope="module")
@@ -26,47 +23,6 @@ def reference(golden):
     target, target_params = load_target(golden / "qwen3_target")
     loaded = load_drafter(golden / "dspark_qwen3_vanilla", target.spec)
     return loaded.drafter, loaded.params, target.head(target_params)
-
-
-def batch_of(arrays, length=None):
-    """A stored batch, padded to `length` tokens."""
-
-    def padded(x):
-        return jnp.pad(x, [(0, 0), (0, 0 if length is None else length - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
-
-    return TrainBatch(
-        ids=padded(arrays["input_ids"]),
-        loss_mask=padded(arrays["loss_mask"] == 1),
-        features=padded(arrays["target_hidden_states"]),
-        last_hidden=padded(arrays["target_last_hidden_states"]),
-        anchors=jnp.asarray(arrays["anchor_positions"]),
-        keep=jnp.asarray(arrays["block_keep_mask"]),
-    )
-
-
-def reference_names(tree):
-    """{"layers.0.self_attn.q_proj.weight": array} from a parameter tree."""
-    paths = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {".".join(key.key for key in path).replace("layers_", "layers."): leaf for path, leaf in paths}
-
-
-def assert_same_gradients(gradients, arrays, prefix):
-    named = reference_names(gradients)
-    wanted = {name[len(prefix) :]: arrays[name] for name in arrays if name.startswith(prefix)}
-    assert named.keys() == wanted.keys()
-    for name, want in wanted.items():
-        assert np.linalg.norm(named[name] - want) <= 1e-4 * np.linalg.norm(want), name
-
-
-@functools.partial(jax.jit, static_argnames=("drafter", "config"))
-def evaluate(drafter, params, head, teacher_head, batch, config, denominators=None):
-    """Loss, terms and gradients."""
-
-    def objective(params):
-        return draft_loss(drafter, params, head, teacher_head, batch, config, denominators)
-
-    (loss, terms), gradients = jax.value_and_grad(objective, has_aux=True)(params)
-    return loss, terms, gradients
 
 
 @pytest.fixture(scope="module")
@@ -89,19 +45,6 @@ def test_every_term_and_every_gradient_is_the_references(reference_batch):
     norm = np.sqrt(sum(float(jnp.sum(leaf**2)) for leaf in jax.tree.leaves(gradients)))
     np.testing.assert_allclose(norm, arrays["grad_norm"], rtol=1e-4)
     assert_same_gradients(gradients, arrays, "grad/")
-
-
-def check_metrics(metrics, path, *, with_loss):
-    wanted = json.loads(path.read_text())
-    names = {
-        "tau_probabilistic": "accepted_length",
-        "confidence_cumprod_bias": "survival_bias",
-        **{name: name for name in ("ce_loss", "l1_loss", "confidence_loss", "confidence_abs_error", "confidence_bias")},
-        **({"loss": "loss"} if with_loss else {}),
-    }
-    for theirs, ours in names.items():
-        np.testing.assert_allclose(metrics[ours], wanted[f"train/{theirs}"], err_msg=ours, **ACTIVATIONS)
-    np.testing.assert_allclose(metrics["accept_rate"], [wanted[f"train/accept_rate@{k}"] for k in range(5)], **ACTIVATIONS)
 
 
 def test_metrics_are_the_references(golden, reference_batch):

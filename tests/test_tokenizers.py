@@ -311,7 +311,7 @@ def test_user_defined_tokens_are_matched_whole_but_are_not_special(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"model": "llama"}, r"tokenizer.ggml.model is 'llama'; supported: 'gpt2' \(byte-level BPE\)"),
+        ({"model": "bert"}, r"tokenizer.ggml.model is 'bert'; supported: 'gpt2' \(byte-level BPE\), 'llama' \(SentencePiece BPE\)"),
         ({"drop": ("model",)}, "tokenizer.ggml.model is None"),
         ({"pre": "tekken"}, "tokenizer.ggml.pre is 'tekken'; supported: 'smollm', 'qwen2', 'llama-bpe', 'gpt-2'"),
         ({"drop": ("pre",)}, "tokenizer.ggml.pre is ''; supported"),

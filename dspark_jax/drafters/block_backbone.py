@@ -2,6 +2,8 @@
 
 Features of the committed positions are projected once and become keys and values of every layer ("KV injection"); the block's
 own positions see them and each other, in both directions. Context rows are never updated by the layers.
+Three options make it the variant that is deployed with DeepSeek-V4: a window over the context, mixture-of-experts MLPs, and several
+residual streams.
 Two block layouts exist, and a config names its own (FAULTS D3). "anchor_first": G slots, the anchor and G - 1 masks, slot k predicts the
 token behind its position, as in the DSpark reference. "anchor_plus_masks": G + 1 slots, the anchor and G masks, every mask predicts
 the token at its own position and the anchor's slot predicts nothing, as in the original DFlash.
@@ -15,6 +17,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from dspark_jax import kv_cache
+from dspark_jax.hyper_connections import HyperConnection, StreamMerge, expand, reconnect
 from dspark_jax.kv_cache import KVCache
 from dspark_jax.layers import (
     MASKED,
@@ -27,6 +30,7 @@ from dspark_jax.layers import (
     inverse_frequencies,
     rope_tables,
 )
+from dspark_jax.moe import MoE, MoEConfig
 from dspark_jax.protocols import Committed, TrainBatch
 from dspark_jax.typing import Array, Bool, Float, Int, typed
 
@@ -48,6 +52,9 @@ class BackboneConfig:
       rotated_share: share of the rotary pairs that turn (Gemma 4: 0.25).
       layout: which slots a block has and which of them predict; see the head of this file.
       round_rope_to_bf16: repeat the reference's rounding of the rotary frequencies in bf16 training (off: not copied).
+      window: positions before the anchor whose features a block sees; None for all of them.
+      experts: the mixture that stands in place of every layer's MLP, whose inner widths are its own; None for a plain MLP.
+      streams: residual streams (manifold-constrained hyper-connections); 1 for a plain residual.
     """
 
     vocab_size: int
@@ -69,12 +76,19 @@ class BackboneConfig:
     rotated_share: float = 1.0
     layout: Layout = "anchor_first"
     round_rope_to_bf16: bool = False
+    window: int | None = None
+    experts: MoEConfig | None = None
+    streams: int = 1
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
             raise ValueError(f"layout is {self.layout!r}; allowed: {', '.join(LAYOUTS)}")
         if self.block_size < 1:
             raise ValueError(f"block_size is {self.block_size}; a block drafts at least 1 token")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window is {self.window}; it must be at least 1 position, or None for the whole context")
+        if self.streams < 1:
+            raise ValueError(f"streams is {self.streams}; it must be at least 1 (a plain residual)")
         if not isinstance(self.mask_token_id, int) or not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(f"mask_token_id is {self.mask_token_id}; it must be a token id in 0..{self.vocab_size - 1}")
         last = self.num_target_layers - 2
@@ -132,9 +146,13 @@ def attend_blocks(
 
 
 class BlockLayer(ResidualLayer):
-    """One layer over blocks; context enters as keys and values alone."""
+    """One layer over blocks; context enters as keys and values alone.
+
+    With several residual streams its input and output have them as the axis before the last.
+    """
 
     config: BackboneConfig
+    index: int
 
     def setup(self) -> None:
         super().setup()
@@ -149,20 +167,39 @@ class BlockLayer(ResidualLayer):
             config.attention_bias,
             k_eq_v=config.k_eq_v,
         )
+        if config.streams > 1:
+            self.attn_hc, self.ffn_hc = (
+                HyperConnection(config.streams, config.hidden_size, config.rms_norm_eps, 2 * self.index + place) for place in (0, 1)
+            )
+
+    def make_mlp(self) -> nn.Module:
+        """A mixture of experts where the config has one."""
+        config = self.config
+        return super().make_mlp() if config.experts is None else MoE(config.hidden_size, config.experts, self.style.activation)
+
+    def _attended(
+        self, x: Float[Array, "B A G D"], rope: tuple[Array, Array], context: BlockContext, keep: Bool[Array, "B A"]
+    ) -> Float[Array, "B A G D"]:
+        normed = self.input_layernorm(x)
+        queries = self.self_attn.queries(normed, *rope)
+        keys, values = self.self_attn.keys_values(normed, *rope)
+        heads = attend_blocks(queries, keys, values, context, keep, self.style.scale(self.config.head_dim))
+        return self.self_attn.output(heads)
 
     def __call__(
         self,
-        x: Float[Array, "B A G D"],
+        x: Float[Array, "B A G *streams D"],
         cos: Float[Array, "B A G half"],
         sin: Float[Array, "B A G half"],
         context: BlockContext,
         keep: Bool[Array, "B A"],
-    ) -> Float[Array, "B A G D"]:
-        normed = self.input_layernorm(x)
-        queries = self.self_attn.queries(normed, cos, sin)
-        keys, values = self.self_attn.keys_values(normed, cos, sin)
-        heads = attend_blocks(queries, keys, values, context, keep, self.style.scale(self.config.head_dim))
-        return self.after_attention(x, self.self_attn.output(heads))
+    ) -> Float[Array, "B A G *streams D"]:
+        if self.config.streams == 1:
+            return self.after_attention(x, self._attended(x, (cos, sin), context, keep))
+        read, connection = self.attn_hc(x)
+        x = reconnect(x, connection, self.attention_update(self._attended(read, (cos, sin), context, keep)))
+        read, connection = self.ffn_hc(x)
+        return self.scaled(reconnect(x, connection, self.mlp_update(read)))
 
 
 class BlockBackbone(nn.Module):
@@ -175,7 +212,9 @@ class BlockBackbone(nn.Module):
         self.fc = Linear(len(config.taps) * config.hidden_size, config.hidden_size, "features", "embed")
         sizes = (config.hidden_size, config.intermediate_size, config.rms_norm_eps, config.style)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.style.norm)
-        self.layers = [BlockLayer(*sizes, config) for _ in range(config.num_layers)]
+        self.layers = [BlockLayer(*sizes, config, i) for i in range(config.num_layers)]
+        if config.streams > 1:
+            self.hc_head = StreamMerge(config.streams, config.hidden_size, config.rms_norm_eps)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.style.norm)
 
     def _rope(self, positions: Int[Array, "*batch"]) -> tuple[Array, Array]:
@@ -205,15 +244,26 @@ class BlockBackbone(nn.Module):
         """Hidden states of the slots that predict, after the final norm; `anchors` are absolute positions."""
         positions = anchors[..., None] + jnp.arange(embeddings.shape[2], dtype=jnp.int32)
         cos, sin = self._rope(positions)
-        x = embeddings
+        streams = self.config.streams
+        x = embeddings if streams == 1 else expand(embeddings, streams)
         for layer, context in zip(self.layers, contexts, strict=True):
             x = layer(x, cos, sin, context, keep)
-        return self.norm(x[:, :, self.config.num_slots - self.config.block_size :])
+        x = x[:, :, self.config.num_slots - self.config.block_size :]
+        return self.norm(x if streams == 1 else self.hc_head(x))
+
+    def _visible(self, positions: Int[Array, "B S"], anchors: Int[Array, "B A"]) -> Bool[Array, "B A S"]:
+        """Which context positions a block at an anchor sees: those below it, the last `window` of them where there is one.
+
+        Negative positions stand for nothing.
+        """
+        position, anchor = positions[:, None, :], anchors[:, :, None]
+        below = (position < anchor) & (position >= 0)
+        return below if self.config.window is None else below & (position >= anchor - self.config.window)
 
     def train_hidden(self, embeddings: Float[Array, "B A slots D"], batch: TrainBatch) -> Float[Array, "B A G D"]:
         """Hidden states of the blocks at all anchors of a batch; a block at anchor a sees features of positions below a."""
         positions = jnp.broadcast_to(jnp.arange(batch.ids.shape[1], dtype=jnp.int32), batch.ids.shape)
-        mask = (positions[:, None, :] < batch.anchors[:, :, None]) & batch.keep[:, :, None]
+        mask = self._visible(positions, batch.anchors) & batch.keep[:, :, None]
         contexts = [
             BlockContext(keys.swapaxes(1, 2), values.swapaxes(1, 2), mask)
             for keys, values in self.context_keys_values(batch.features, positions)
@@ -221,16 +271,23 @@ class BlockBackbone(nn.Module):
         return self.hidden(embeddings, batch.anchors, contexts, batch.keep)
 
     def append_context(self, cache: KVCache, committed: Committed) -> KVCache:
-        """Add the committed positions' keys and values behind the cache's length."""
+        """Add the committed positions' keys and values behind the cache's length.
+
+        Under a window the slots are a ring, of which the last T of the positions are enough.
+        """
         num_rows, width = committed.next_ids.shape
         slot = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (num_rows, width))
         position = cache.length[:, None] + slot
+        ring = self.config.window is not None
         valid = slot < committed.count[:, None]
+        if ring:
+            valid = valid & (slot >= committed.count[:, None] - cache.num_slots)
         row = jnp.broadcast_to(jnp.arange(num_rows, dtype=jnp.int32)[:, None], (num_rows, width))
         new = self.context_keys_values(committed.features, position)
 
         def written(old: Array, flat: Array) -> Array:
-            return kv_cache.write(old, flat.reshape(-1, *flat.shape[2:]), row.reshape(-1), position.reshape(-1), valid.reshape(-1))
+            flat = flat.reshape(-1, *flat.shape[2:])
+            return kv_cache.write(old, flat, row.reshape(-1), position.reshape(-1), valid.reshape(-1), ring)
 
         return KVCache(
             keys=tuple(written(old, keys) for old, (keys, _) in zip(cache.keys, new, strict=True)),
@@ -240,11 +297,10 @@ class BlockBackbone(nn.Module):
 
     def cached_hidden(self, embeddings: Float[Array, "R slots D"], cache: KVCache) -> Float[Array, "R G D"]:
         """Hidden states of one block per request behind its cache. The block's own keys and values are not kept (FAULTS C1)."""
-        mask = jnp.arange(cache.num_slots, dtype=jnp.int32) < cache.length[:, None]
+        mask = self._visible(kv_cache.key_positions(cache.length - 1, cache.num_slots), cache.length[:, None])
         dtype = embeddings.dtype
         contexts = [
-            BlockContext(keys.astype(dtype), values.astype(dtype), mask[:, None, :])
-            for keys, values in zip(cache.keys, cache.values, strict=True)
+            BlockContext(keys.astype(dtype), values.astype(dtype), mask) for keys, values in zip(cache.keys, cache.values, strict=True)
         ]
         keep = jnp.ones((embeddings.shape[0], 1), bool)
         return self.hidden(embeddings[:, None], cache.length[:, None], contexts, keep)[:, 0]

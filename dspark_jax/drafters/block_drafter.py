@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from dspark_jax import kv_cache
 from dspark_jax.drafters.block_backbone import BackboneConfig, BlockBackbone, BlockTargets, block_ids, block_targets
 from dspark_jax.kv_cache import KVCache
+from dspark_jax.moe import BALANCE_SPEED, rebalanced
 from dspark_jax.protocols import Committed, Sites, TargetHead, TrainBatch
 from dspark_jax.sharding import Initialised
 from dspark_jax.typing import Array, Float, Int, Params
@@ -69,9 +70,12 @@ class BlockDrafter(Initialised):
         return dict(self._backbone.init(rng, embeddings, batch, method="initialise")["params"])
 
     def init_state(self, num_rows: int, max_len: int, *, writes_per_pass: int | None = None, dtype: Any = jnp.float32) -> KVCache:
-        """An empty context cache of `max_len` slots per request."""
+        """An empty context cache per request: `max_len` slots, or under a window a ring of as many as a pass needs."""
         config = self.config
-        return kv_cache.empty_cache(config.num_layers, num_rows, config.num_kv_heads, max_len, config.head_dim, dtype)
+        slots = max_len
+        if config.window is not None and writes_per_pass is not None:
+            slots = kv_cache.ring_slots(config.window, writes_per_pass, max_len)
+        return kv_cache.empty_cache(config.num_layers, num_rows, config.num_kv_heads, slots, config.head_dim, dtype)
 
     def commit(self, params: Params, head: TargetHead, state: KVCache, committed: Committed) -> KVCache:
         """Inject the features of committed positions."""
@@ -86,13 +90,28 @@ class BlockDrafter(Initialised):
             embeddings = head.embed(ids).astype(compute_dtype(params))
             return apply(self._backbone, params, embeddings, state, method="cached_hidden")
 
-    def _train_hidden(self, params: Params, head: TargetHead, batch: TrainBatch) -> tuple[Float[Array, "B A G D"], BlockTargets]:
-        """Hidden states of the blocks at all anchors of a batch in one pass, and what they are to predict."""
+    def _train_inputs(self, params: Params, head: TargetHead, batch: TrainBatch) -> tuple[Float[Array, "B A slots D"], TrainBatch]:
+        """Embeddings of the blocks at all anchors of a batch, and the batch, in the compute dtype."""
         config = self.config
         dtype = compute_dtype(params)
         embeddings = head.embed(block_ids(batch, config.num_slots, config.mask_token_id)).astype(dtype)
-        batch = dataclasses.replace(batch, features=batch.features.astype(dtype))
-        return apply(self._backbone, params, embeddings, batch, method="train_hidden"), block_targets(batch, config.block_size)
+        return embeddings, dataclasses.replace(batch, features=batch.features.astype(dtype))
+
+    def _train_hidden(self, params: Params, head: TargetHead, batch: TrainBatch) -> tuple[Float[Array, "B A G D"], BlockTargets]:
+        """Hidden states of the blocks at all anchors of a batch in one pass, and what they are to predict."""
+        inputs = self._train_inputs(params, head, batch)
+        return apply(self._backbone, params, *inputs, method="train_hidden"), block_targets(batch, self.config.block_size)
+
+    def rebalanced(self, params: Params, head: TargetHead, batch: TrainBatch, speed: float = BALANCE_SPEED) -> Params:
+        """`params` with the balance biases of its mixtures of experts moved one step against the loads of `batch`.
+
+        For a training loop behind the optimiser's step (of which no gradient moves these biases, and whose weight decay should
+        leave them alone). It runs the backbone once more; blocks that are not kept do not count.
+        """
+        inputs = self._train_inputs(params, head, batch)
+        sown: Any = self._backbone.apply({"params": params}, *inputs, method="train_hidden", mutable=["intermediates"])[1]
+        counted = jnp.broadcast_to(batch.keep[:, :, None], inputs[0].shape[:-1])
+        return rebalanced(params, sown.get("intermediates", {}), counted, speed)
 
     def _sites(
         self,

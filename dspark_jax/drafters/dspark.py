@@ -11,6 +11,7 @@ from dspark_jax.drafters.block_drafter import BlockConfig, BlockDrafter, apply, 
 from dspark_jax.drafters.confidence_head import ConfidenceHead
 from dspark_jax.drafters.sequential_heads import HEADS
 from dspark_jax.kv_cache import KVCache
+from dspark_jax.moe import MoEConfig
 from dspark_jax.protocols import DraftBlock, Sites, TargetHead, TrainBatch
 from dspark_jax.sampling import Noise, Sampling, draw, logit_floor
 from dspark_jax.typing import Array, Float, Int, Params
@@ -43,6 +44,20 @@ class DSparkConfig(BlockConfig):
             raise ValueError(f"markov_head_type is {self.markov_head_type!r}; known: {', '.join(sorted(HEADS))}")
         if self.confidence_head and self.confidence_with_markov and not self.markov_rank:
             raise ValueError("confidence_with_markov is True and markov_rank is 0; without a sequential head there is no Markov feature")
+
+
+def deepseek_v4_draft_config(*, experts: MoEConfig, **fields: Any) -> DSparkConfig:
+    """The variant deployed with DeepSeek-V4: 3 layers of experts, block 5, the last 128 positions as context, 4 residual streams.
+
+    Attention is the backbone's own (V4's shared key-value latent, sinks and grouped output projection are not reproduced).
+
+    Args:
+      experts: the mixture of every layer.
+      fields: of `DSparkConfig`: sizes, taps and mask token of the target, and what shall differ from the variant.
+    """
+    variant: dict[str, Any] = {"num_layers": 3, "block_size": 5, "window": 128, "streams": 4}
+    given: dict[str, Any] = variant | {"intermediate_size": experts.intermediate_size} | fields
+    return DSparkConfig(experts=experts, **given)
 
 
 @dataclasses.dataclass(frozen=True)
