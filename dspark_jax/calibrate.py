@@ -1,9 +1,11 @@
-"""From confidence logits to calibrated survival, and how good the calibration is.
+"""From confidence logits to calibrated survival: the models, and how they are stored.
 
 Survival a_k is the chance that drafts 1..k are all accepted. Raw, it is the running product of sigmoid(c_k); sequential temperature
-scaling (the paper's section 3.2.1) divides each logit by a temperature of its position first; a constant per position is the
-baseline that any use of the confidence has to beat. What a model was fitted on is what it holds for: a temperature of
-the sampler, a drafter, a filter.
+scaling (the paper's section 3.2.1) divides each logit by a temperature of its position first; isotonic regression maps the raw survival
+of each position by a rising function; a constant per position is the baseline that any use of the confidence has to beat.
+No survival rises over positions: ranking would take draft k+1 before draft k, and the decision on k would look ahead.
+What a model was fitted on is what it holds for (`calibration_identity`); fitting and choosing are in `calibration_fit` and
+`calibration_choice`, learning while serving in `calibration_online`.
 """
 
 from collections.abc import Mapping
@@ -14,11 +16,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from dspark_jax.calibration_identity import CalibratorIdentity
 from dspark_jax.protocols import DraftBlock, SurvivalModel
-from dspark_jax.typing import Array, Float, Int, typed
+from dspark_jax.typing import Array, Float, typed
 
-ECE_BINS = 20
-AUC_BINS = 1000
+FITTED_FOR = "fitted_for"
+"""Where a stored model holds its identity."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,7 @@ class RawSurvival:
     @typed
     def survival(self, block: DraftBlock, temperature: Float[Array, "R"]) -> Float[Array, "R G"]:
         """Not calibrated. Raises ValueError for a block without confidence logits."""
-        return _running_product(_confidence_logits(block))
+        return prefix_confidence(_confidence_logits(block))
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,43 @@ class TemperatureScaled:
     def survival(self, block: DraftBlock, temperature: Float[Array, "R"]) -> Float[Array, "R G"]:
         """Calibrated survival. Raises ValueError without confidence logits, or where the number of temperatures is not G."""
         _require_block_size("temperatures", len(self.temperatures), block)
-        return _running_product(_confidence_logits(block) / jnp.asarray(self.temperatures, jnp.float32))
+        return prefix_confidence(_confidence_logits(block) / jnp.asarray(self.temperatures, jnp.float32))
+
+
+@dataclass(frozen=True)
+class IsotonicSurvival:
+    """A function per position that never falls, of the raw survival: straight lines between knots, level outside of them.
+
+    The positions are fitted apart; where one would lie above the one before, the lower value holds (a cumulative minimum).
+
+    Attributes:
+      knots: raw survival, strictly ascending; one tuple per draft.
+      values: survival at the knots, never falling, from 0 to 1; `calibration_fit.fit_isotonic` finds both.
+    """
+
+    knots: tuple[tuple[float, ...], ...]
+    values: tuple[tuple[float, ...], ...]
+
+    def __post_init__(self) -> None:
+        sizes, num_values = [len(each) for each in self.knots], [len(each) for each in self.values]
+        if not sizes or 0 in sizes or sizes != num_values:
+            raise ValueError(f"values has {num_values} entries; allowed are as many as knots, of which there are {sizes}, one or more each")
+        if any(not later > earlier for each in self.knots for earlier, later in zip(each, each[1:], strict=False)):
+            raise ValueError(f"knots is {self.knots}; allowed are numbers in strictly ascending order")
+        if any(not later >= earlier for each in self.values for earlier, later in zip((0.0, *each), (*each, 1.0), strict=True)):
+            raise ValueError(f"values is {self.values}; allowed are numbers from 0 up to 1 that never fall")
+
+    @typed
+    def survival(self, block: DraftBlock, temperature: Float[Array, "R"]) -> Float[Array, "R G"]:
+        """Calibrated survival; 0 from a NaN on. Raises ValueError without confidence logits, or where the number of functions is not G."""
+        _require_block_size("knots", len(self.knots), block)
+        logits = _confidence_logits(block)
+        raw = prefix_confidence(logits)
+        columns = [
+            jnp.interp(raw[:, k], jnp.asarray(knots, jnp.float32), jnp.asarray(values, jnp.float32))
+            for k, (knots, values) in enumerate(zip(self.knots, self.values, strict=True))
+        ]
+        return lax.cummin(jnp.where(jnp.isnan(logits), 0.0, jnp.stack(columns, axis=1)), axis=1)
 
 
 @dataclass(frozen=True)
@@ -106,22 +145,24 @@ class SurvivalByTemperature:
         return jnp.take_along_axis(of_all, nearest[:, None, None], axis=1)[:, 0]
 
 
-_KINDS = {kind.__name__: kind for kind in (RawSurvival, ConstantSurvival, TemperatureScaled)}
+_KINDS = {kind.__name__: kind for kind in (RawSurvival, ConstantSurvival, TemperatureScaled, IsotonicSurvival)}
 
 
-def survival_to_dict(model: SurvivalModel) -> dict[str, Any]:
-    """What JSON can hold of a model of this file. Raises ValueError for a model from elsewhere."""
+def survival_to_dict(model: SurvivalModel, fitted_for: CalibratorIdentity | None = None) -> dict[str, Any]:
+    """What JSON can hold of a model of this file, and what it was fitted for. Raises ValueError for a model from elsewhere."""
+    identity = {} if fitted_for is None else {FITTED_FOR: fitted_for.as_dict()}
     if isinstance(model, SurvivalByTemperature):
-        return {"kind": "SurvivalByTemperature", "at": list(model.at), "models": [survival_to_dict(each) for each in model.models]}
+        models = [survival_to_dict(each) for each in model.models]
+        return {"kind": "SurvivalByTemperature", "at": list(model.at), "models": models, **identity}
     kind = type(model).__name__
     if _KINDS.get(kind) is not type(model):
         raise ValueError(f"model is of kind {kind}; allowed are {sorted([*_KINDS, 'SurvivalByTemperature'])}")
-    return {"kind": kind, **{name: list(value) for name, value in asdict(model).items()}}  # pyright: ignore[reportArgumentType]
+    return {"kind": kind, **{name: _lists(value) for name, value in asdict(model).items()}, **identity}  # pyright: ignore[reportArgumentType]
 
 
 def survival_from_dict(stored: Mapping[str, Any]) -> SurvivalModel:
     """The model that `survival_to_dict` stored. Raises ValueError for an unknown kind or field."""
-    fields = dict(stored)
+    fields = {name: value for name, value in stored.items() if name != FITTED_FOR}
     kind = fields.pop("kind", None)
     if kind == "SurvivalByTemperature":
         return SurvivalByTemperature(at=tuple(fields["at"]), models=tuple(survival_from_dict(each) for each in fields["models"]))
@@ -130,76 +171,18 @@ def survival_from_dict(stored: Mapping[str, Any]) -> SurvivalModel:
     expected = set(_KINDS[kind].__dataclass_fields__)
     if set(fields) != expected:
         raise ValueError(f"{kind} is stored with the fields {sorted(fields)}; allowed are {sorted(expected)}")
-    return _KINDS[kind](**{name: tuple(value) for name, value in fields.items()})
+    return _KINDS[kind](**{name: _tuples(value) for name, value in fields.items()})
 
 
-@jax.jit
-@typed
-def fit_sequential_temperatures(
-    confidence_logits: Float[Array, "K G"], prefix_labels: Int[Array, "K G"], grid: Float[Array, "X"]
-) -> tuple[Float[Array, "G"], Float[Array, "G X"]]:
-    """Sequential temperature scaling: one temperature per position, left to right, earlier ones fixed.
-
-    Position k takes the first temperature of `grid` that minimises the ECE of the running product against the prefix labels.
-
-    Args:
-      confidence_logits: c_k of K rounds.
-      prefix_labels: 1 where drafts 1..k were all accepted; every round has a label at every position.
-      grid: candidate temperatures, positive.
-
-    Returns:
-      the temperatures, and the ECE of every candidate at every position.
-    """
-
-    def fit(before: Float[Array, "K"], column: tuple[Float[Array, "K"], Int[Array, "K"]]) -> tuple[Float[Array, "K"], tuple[Array, Array]]:
-        logits, labels = column
-        errors = lax.map(lambda candidate: ece(before * jax.nn.sigmoid(logits / candidate), labels), grid)
-        best = grid[jnp.argmin(errors)]
-        return before * jax.nn.sigmoid(logits / best), (best, errors)
-
-    start = jnp.ones(confidence_logits.shape[:1], jnp.float32)
-    _, (temperatures, table) = lax.scan(fit, start, (confidence_logits.T, prefix_labels.T))
-    return temperatures, table
+def identity_from_dict(stored: Mapping[str, Any]) -> CalibratorIdentity | None:
+    """What a stored model was fitted for; None where that was not recorded."""
+    return CalibratorIdentity.from_dict(stored[FITTED_FOR]) if FITTED_FOR in stored else None
 
 
 @typed
-def ece(predictions: Float[Array, "K"], labels: Int[Array, "K"]) -> Float[Array, ""]:
-    """Expected calibration error over 20 equal bins: sum over bins of |sum of predictions - sum of labels|, divided by K."""
-    clipped = _clipped(predictions)
-    gap = clipped - labels.astype(jnp.float32)
-    edges = jnp.arange(ECE_BINS, dtype=jnp.int32)
-    in_bin = _bin(clipped, ECE_BINS) == edges[:, None]
-    return jnp.sum(jnp.abs(jnp.sum(jnp.where(in_bin, gap, 0.0), axis=1))) / predictions.shape[0]
-
-
-@typed
-def brier(predictions: Float[Array, "K"], labels: Int[Array, "K"]) -> Float[Array, ""]:
-    """Mean squared difference of predictions and labels."""
-    return jnp.mean((_clipped(predictions) - labels.astype(jnp.float32)) ** 2)
-
-
-@typed
-def auc(predictions: Float[Array, "K"], labels: Int[Array, "K"]) -> Float[Array, ""]:
-    """Area under the ROC curve from a histogram of 1,000 bins, ties counting half; NaN where a class is empty."""
-    bins = _bin(_clipped(predictions), AUC_BINS)
-    positive = jnp.zeros(AUC_BINS, jnp.float32).at[bins].add(labels.astype(jnp.float32))
-    negative = jnp.zeros(AUC_BINS, jnp.float32).at[bins].add(1 - labels.astype(jnp.float32))
-    num_positive, num_negative = jnp.sum(positive), jnp.sum(negative)
-    negative_below = jnp.cumsum(negative) - negative
-    return jnp.sum(positive / num_positive * (negative_below + 0.5 * negative)) / num_negative
-
-
-def _clipped(predictions: Array) -> Array:
-    # The upper end is the float32 next below 1: with 1 - 1e-8 it would be 1, and fall into a bin that is none.
-    return jnp.clip(predictions, 1e-8, 1 - 2.0**-24)
-
-
-def _bin(predictions: Array, num_bins: int) -> Array:
-    return jnp.minimum(jnp.floor(predictions * num_bins).astype(jnp.int32), num_bins - 1)
-
-
-def _running_product(logits: Float[Array, "R G"]) -> Float[Array, "R G"]:
-    return jnp.cumprod(jnp.nan_to_num(jax.nn.sigmoid(logits.astype(jnp.float32)), nan=0.0), axis=1)
+def prefix_confidence(confidence_logits: Float[Array, "R G"]) -> Float[Array, "R G"]:
+    """Raw survival: the running product of sigmoid(c_k); 0 from a NaN on."""
+    return jnp.cumprod(jnp.nan_to_num(jax.nn.sigmoid(confidence_logits.astype(jnp.float32)), nan=0.0), axis=1)
 
 
 def _confidence_logits(block: DraftBlock) -> Float[Array, "R G"]:
@@ -211,3 +194,11 @@ def _confidence_logits(block: DraftBlock) -> Float[Array, "R G"]:
 def _require_block_size(field: str, count: int, block: DraftBlock) -> None:
     if count != block.ids.shape[1]:
         raise ValueError(f"{field} has {count} entries; allowed is one per draft, of which there are {block.ids.shape[1]}")
+
+
+def _lists(value: Any) -> Any:
+    return [_lists(each) for each in value] if isinstance(value, tuple) else value
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(each) for each in value) if isinstance(value, list) else value

@@ -25,9 +25,9 @@ from dspark_jax.calibrate import (
     RawSurvival,
     SurvivalByTemperature,
     TemperatureScaled,
-    fit_sequential_temperatures,
     survival_to_dict,
 )
+from dspark_jax.calibration_fit import fit_sequential_temperatures
 from dspark_jax.data import DOMAINS, load_token_sequences
 from dspark_jax.drafters.dspark import DSparkDrafter
 from dspark_jax.evaluate import (

@@ -6,25 +6,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dspark_jax.calibrate import (
     ConstantSurvival,
+    IsotonicSurvival,
     RawSurvival,
     SurvivalByTemperature,
     TemperatureScaled,
-    auc,
-    brier,
-    ece,
-    fit_sequential_temperatures,
     survival_from_dict,
     survival_to_dict,
 )
+from dspark_jax.calibration_fit import fit_sequential_temperatures
+from dspark_jax.calibration_metrics import auc, brier, ece
 from dspark_jax.protocols import DraftBlock
 
 MODELS = [
     RawSurvival(),
     ConstantSurvival((0.8, 0.5, 0.5)),
     TemperatureScaled((0.9, 1.5, 2.0)),
+    IsotonicSurvival(((0.2, 0.6, 0.9), (0.3,), (0.1, 0.8)), ((0.1, 0.1, 0.7), (0.4,), (0.0, 1.0))),
     SurvivalByTemperature((0.0, 1.0), (TemperatureScaled((0.9, 1.5, 2.0)), ConstantSurvival((0.7, 0.4, 0.1)))),
 ]
 
@@ -97,10 +99,42 @@ def test_survival_never_rises_and_nan_counts_as_zero(model):
 
 def test_each_row_uses_the_model_of_its_temperature():
     block = _block(jnp.array([[1.0, 2.0, 3.0], [1.0, 2.0, 3.0]]))
-    model = MODELS[3]
+    model = MODELS[-1]
     survival = np.asarray(model.survival(block, jnp.array([0.2, 0.8])))
     expected = np.cumprod(1 / (1 + np.exp(-np.array([1, 2, 3]) / np.array([0.9, 1.5, 2.0]))))
     np.testing.assert_allclose(survival, np.stack([expected, np.array([0.7, 0.4, 0.1])]), rtol=1e-6)
+
+
+def _falling(numbers):
+    return tuple(sorted(numbers, reverse=True))
+
+
+CHANCE = st.floats(0, 1, width=32)
+ANY_MODEL = st.one_of(
+    st.just(RawSurvival()),
+    st.lists(CHANCE, min_size=3, max_size=3).map(lambda numbers: ConstantSurvival(_falling(numbers))),
+    st.tuples(*[st.floats(0.05, 20)] * 3).map(TemperatureScaled),
+    st.tuples(*[st.lists(CHANCE, min_size=4, max_size=4, unique=True)] * 3, *[st.lists(CHANCE, min_size=4, max_size=4)] * 3).map(
+        lambda drawn: IsotonicSurvival(tuple(tuple(sorted(k)) for k in drawn[:3]), tuple(tuple(sorted(v)) for v in drawn[3:]))
+    ),
+)
+ANY_MODEL_BY_TEMPERATURE = st.one_of(ANY_MODEL, st.tuples(ANY_MODEL, ANY_MODEL).map(lambda pair: SurvivalByTemperature((0.0, 1.0), pair)))
+
+
+@given(ANY_MODEL_BY_TEMPERATURE, st.lists(st.floats(width=32), min_size=6, max_size=6))
+def test_no_model_rises_over_positions_or_gives_nan(model, logits):
+    """[F5] Any parameters, any logits, infinite and NaN ones included; and every such model survives JSON."""
+    block = _block(jnp.asarray(logits, jnp.float32).reshape(2, 3))
+    survival = np.asarray(model.survival(block, jnp.array([0.0, 0.9])))
+    assert np.all((survival >= 0) & (survival <= 1)) and np.all(np.diff(survival, axis=1) <= 0)
+    assert survival_from_dict(json.loads(json.dumps(survival_to_dict(model)))) == model
+
+
+def test_isotonic_survival_follows_its_lines_and_never_rises():
+    block = _block(jnp.array([[0.0, 0.0, 40.0], [40.0, 40.0, jnp.nan]]))
+    survival = np.asarray(MODELS[3].survival(block, jnp.zeros(2)))
+    # Row 0: raw 0.5, 0.25, 0.25; the first function gives 0.1, and neither 0.4 nor 0.15/0.7 may lie above it.
+    np.testing.assert_allclose(survival, [[0.1, 0.1, 0.1], [0.7, 0.4, 0.0]], rtol=1e-6)
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: type(model).__name__)
@@ -125,7 +159,15 @@ def test_bad_models_are_refused():
         RawSurvival().survival(_block(None), jnp.zeros(2))
     with pytest.raises(ValueError, match="temperatures has 2 entries"):
         TemperatureScaled((1.0, 1.0)).survival(_block(jnp.zeros((2, 3))), jnp.zeros(2))
-    with pytest.raises(ValueError, match="kind is 'Isotonic'"):
-        survival_from_dict({"kind": "Isotonic"})
+    with pytest.raises(ValueError, match=r"values has \[1\] entries"):
+        IsotonicSurvival(((0.1, 0.2),), ((0.5,),))
+    with pytest.raises(ValueError, match="knots is"):
+        IsotonicSurvival(((0.2, 0.2),), ((0.5, 0.6),))
+    with pytest.raises(ValueError, match="values is"):
+        IsotonicSurvival(((0.1, 0.2),), ((0.5, 0.4),))
+    with pytest.raises(ValueError, match="knots has 1 entries"):
+        IsotonicSurvival(((0.1,),), ((0.5,),)).survival(_block(jnp.zeros((2, 3))), jnp.zeros(2))
+    with pytest.raises(ValueError, match="kind is 'Platt'"):
+        survival_from_dict({"kind": "Platt"})
     with pytest.raises(ValueError, match="stored with the fields"):
         survival_from_dict({"kind": "RawSurvival", "temperatures": [1.0]})
