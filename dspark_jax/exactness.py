@@ -10,15 +10,16 @@ Sizes stay small: one request and round for V <= 5 and G <= 3; at V = 2, G = 2 t
 
 import functools
 import itertools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dspark_jax.protocols import VerifyPolicy
+from dspark_jax.protocols import StatefulPolicy, VerifyPolicy
 from dspark_jax.sampling import Sampling, log_normaliser, logit_floor, probs
 from dspark_jax.typing import Array
 from dspark_jax.verify import outcome_probs
@@ -85,59 +86,69 @@ class LawReport:
 def law_of_rounds(
     target: TargetLaw,
     drafter: DraftLaw,
-    policy: VerifyPolicy,
+    policy: VerifyPolicy | StatefulPolicy,
     num_rounds: int = 1,
     prompts: tuple[Text, ...] = ((0,),),
     verifier: Verifier = outcome_probs,
+    policy_state: Any = None,
 ) -> LawReport:
     """Enumerate `num_rounds` rounds of the requests `prompts`, all active throughout.
 
     Args:
-      policy: judged by what it does with the survival of the whole batch; anything else it looks at (survival of earlier rounds) is
-        taken as given.
+      policy: judged by what it does with the survival of the whole batch.
+      policy_state: None for a `VerifyPolicy`; for a `StatefulPolicy` what it knows before the first round (such as survival of
+        rounds that came before). Its state is enumerated along with the texts.
     """
     block_size, num_requests = drafter.block_size, len(prompts)
     horizon = num_rounds * (block_size + 1)
     request_round = functools.lru_cache(maxsize=None)(functools.partial(_request_round, target, drafter, _batched(verifier)))
-    choose = _per_draft(policy)
+    choose = _per_draft(policy, policy_state is not None)
     extension = functools.lru_cache(maxsize=None)(functools.partial(_extension, target))
 
-    states: dict[tuple[Text, ...], float] = {((),) * num_requests: 1.0}
-    for _ in range(num_rounds):
-        following: dict[tuple[Text, ...], float] = {}
-        for emitted, probability in states.items():
+    # Per text, the policy's possible states with their probabilities; texts share their drafts and outcomes.
+    states: dict[tuple[Text, ...], _Remembered] = {((),) * num_requests: _Remembered.certain(policy_state)}
+    for number in range(num_rounds):
+        is_last = number == num_rounds - 1
+        following: dict[tuple[Text, ...], _Remembered] = {}
+        for emitted, remembered in states.items():
             texts = [prompt + text for prompt, text in zip(prompts, emitted, strict=True)]
             rounds = [request_round(text) for text in texts]
             drafts = list(itertools.product(*(range(len(each.weight)) for each in rounds)))
-            survival = np.stack([[each.survival[x] for each, x in zip(rounds, joint, strict=True)] for joint in drafts])
-            lengths = np.asarray(
-                choose(
-                    jnp.asarray(survival, jnp.float32),
-                    jnp.ones(num_requests, bool),
-                    jnp.asarray([len(text) for text in texts], jnp.int32),
-                    jnp.arange(num_requests, dtype=jnp.int32),
-                )
+            survival = jnp.asarray(
+                np.stack([[each.survival[x] for each, x in zip(rounds, joint, strict=True)] for joint in drafts]), jnp.float32
             )
-            for joint, length in zip(drafts, lengths, strict=True):
-                weight = probability * np.prod([each.weight[x] for each, x in zip(rounds, joint, strict=True)])
-                if weight == 0:
-                    continue
-                outcomes = [each.outcomes(x, int(n)) for each, x, n in zip(rounds, joint, length, strict=True)]
+            context = jnp.asarray([len(text) for text in texts], jnp.int32)
+            chosen: dict[tuple[int, tuple[int, ...]], _Remembered] = {}
+            for state, probability in remembered:
+                lengths, next_states = jax.tree.map(
+                    np.asarray,
+                    choose(state, survival, jnp.ones(num_requests, bool), context, jnp.arange(num_requests, dtype=jnp.int32)),
+                )
+                for place, joint in enumerate(drafts):
+                    weight = probability * np.prod([each.weight[x] for each, x in zip(rounds, joint, strict=True)])
+                    if weight > 0:
+                        key = (place, tuple(lengths[place].tolist()))
+                        next_state = None if is_last else jax.tree.map(lambda leaf, place=place: leaf[place], next_states)
+                        chosen.setdefault(key, _Remembered({})).add(next_state, float(weight))
+            for (place, length), after in chosen.items():
+                outcomes = [each.outcomes(x, n) for each, x, n in zip(rounds, drafts[place], length, strict=True)]
                 for combination in itertools.product(*outcomes):
-                    state = tuple(text + emission for text, (emission, _) in zip(emitted, combination, strict=True))
-                    chance = weight * np.prod([probability for _, probability in combination])
-                    following[state] = following.get(state, 0.0) + chance
+                    text = tuple(text + emission for text, (emission, _) in zip(emitted, combination, strict=True))
+                    chance = math.prod(probability for _, probability in combination)
+                    into = following.setdefault(text, _Remembered({}))
+                    for state, probability in after:
+                        into.add(state, probability * chance)
         states = following
 
     vocab_size = len(target(prompts[0]))
     law = np.zeros((vocab_size,) * (horizon * num_requests))
-    for emitted, probability in states.items():
+    for emitted, remembered in states.items():
         index: tuple[int | slice, ...] = ()
         tail = np.ones(())
         for prompt, text in zip(prompts, emitted, strict=True):
             index += text + (slice(None),) * (horizon - len(text))
             tail = np.multiply.outer(tail, extension(prompt + text, horizon - len(text)))
-        law[index] += probability * tail
+        law[index] += sum(probability for _, probability in remembered) * tail
     of_target = functools.reduce(np.multiply.outer, [extension(prompt, horizon) for prompt in prompts])
     return LawReport(law=law, target=of_target, num_requests=num_requests)
 
@@ -170,9 +181,37 @@ class _RequestRound:
         return [(kept[:accepted] + (int(token),), table[accepted, token]) for accepted, token in zip(*np.nonzero(table), strict=True)]
 
 
+@dataclass(frozen=True)
+class _Remembered:
+    """States of a policy with their probabilities, equal ones merged."""
+
+    by_content: dict[tuple[bytes, ...], tuple[Any, float]]
+
+    @classmethod
+    def certain(cls, state: Any) -> "_Remembered":
+        remembered = cls({})
+        remembered.add(jax.tree.map(np.asarray, state), 1.0)
+        return remembered
+
+    def add(self, state: Any, probability: float) -> None:
+        key = tuple(leaf.tobytes() for leaf in jax.tree.leaves(state))
+        _, before = self.by_content.get(key, (state, 0.0))
+        self.by_content[key] = (state, before + probability)
+
+    def __iter__(self) -> Iterator[tuple[Any, float]]:
+        return iter(self.by_content.values())
+
+
 @functools.lru_cache(maxsize=64)
-def _per_draft(policy: VerifyPolicy) -> Callable[..., Array]:
-    return jax.jit(jax.vmap(policy.lengths, in_axes=(0, None, None, None)))
+def _per_draft(policy: VerifyPolicy | StatefulPolicy, is_stateful: bool) -> Callable[..., tuple[Array, Any]]:
+    """From a state and the survival of every draft to the lengths and the next states."""
+
+    def choose(state: Any, survival: Array, active: Array, context: Array, request_id: Array) -> tuple[Array, Any]:
+        if is_stateful:
+            return cast(StatefulPolicy, policy).next_lengths(state, survival, active, context, request_id)
+        return cast(VerifyPolicy, policy).lengths(survival, active, context, request_id), None
+
+    return jax.jit(jax.vmap(choose, in_axes=(None, 0, None, None, None)))
 
 
 @functools.lru_cache(maxsize=64)

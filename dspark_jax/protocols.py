@@ -293,6 +293,20 @@ class VerifyPolicy(Protocol):
         ...
 
 
+class StatefulPolicy(Protocol):
+    """A policy that remembers earlier rounds: its state goes in and comes out, carried by whoever runs the rounds."""
+
+    def init_state(self, num_rows: int, block_size: int) -> Any:
+        """What it knows before the first round."""
+        ...
+
+    def next_lengths(
+        self, state: Any, survival: Float[Array, "R G"], active: Bool[Array, "R"], context: Int[Array, "R"], request_id: Int[Array, "R"]
+    ) -> tuple[Int[Array, "R"], Any]:
+        """As `VerifyPolicy.lengths`, with the state in and the new state out. The state holds past rounds alone."""
+        ...
+
+
 @typed
 def flatten_rounds(
     anchor: Int[Array, "R"],

@@ -10,7 +10,7 @@ from jax import lax
 
 from dspark_jax.protocols import DraftBlock, Verdict
 from dspark_jax.sampling import Noise, Sampling, draw, greedy_ids, log_normaliser, log_prob_of, logit_floor, probs
-from dspark_jax.typing import Array, Float, Int, typed
+from dspark_jax.typing import Array, Bool, Float, Int, typed
 from pallas_kernels.noise import Stream, site_key, uniform
 
 MIN_RESIDUAL_MASS = 1e-8
@@ -94,13 +94,8 @@ def verify_tokens(
     judged_by = jnp.minimum(first[:, None] + step, num_flat - 1)
     scheduled = step < lengths[:, None]
 
-    def deciding_row(num_accepted: Int[Array, "R"]) -> Int[Array, "R"]:
-        return jnp.minimum(first + num_accepted, num_flat - 1)
-
     def greedy(_: None) -> Verdict:
-        best = greedy_ids(target_logits)
-        num_accepted = _leading(scheduled & (best[judged_by] == block.ids))
-        return Verdict(num_accepted=num_accepted, next_id=best[deciding_row(num_accepted)])
+        return greedy_verdict(target_logits, first, block, lengths)
 
     def stochastic(_: None) -> Verdict:
         temperature = sampling.temperature[row]
@@ -112,23 +107,14 @@ def verify_tokens(
         accepted = uniform(accept_key, 0, 0) < accept_prob(log_p, block.log_q)
         num_accepted = _leading(scheduled & accepted)
 
-        decides = deciding_row(num_accepted)
+        decides = jnp.minimum(first + num_accepted, num_flat - 1)
         logits = target_logits[decides].astype(jnp.float32)
         p = probs(logits, floor[decides], sampling.temperature, normaliser[decides])
         rejected_step = jnp.minimum(num_accepted, block_size - 1)
-        residual = residual_probs(p, _draft_probs(block, rejected_step, sampling, draft_ids, logits.shape[1]))
-        # A bonus token is drawn from the logits as they are, so that it is the token that plain decoding would draw.
+        rows = jnp.arange(num_accepted.shape[0], dtype=jnp.int32)
+        residual = residual_probs(p, draft_probs(block, rows, rejected_step, sampling, draft_ids, logits.shape[1]))
         own = (num_accepted == lengths) | (sampling.temperature == 0)
-        drawn = draw(
-            jnp.where(own[:, None], logits, jnp.log(residual)),
-            jnp.where(own, floor[decides], -jnp.inf),
-            jnp.where(own, sampling.temperature, 1.0),
-            noise.key,
-            num_accepted,
-            tile_stream=Stream.RESIDUAL_TILE,
-            id_stream=Stream.RESIDUAL_ID,
-        )
-        next_id = drawn.ids
+        next_id = draw_following(logits, floor[decides], residual, own, num_accepted, sampling, noise)
         if block.logits is None:
             unknown_q = jnp.take_along_axis(block.log_q, rejected_step[:, None], axis=1)[:, 0] != 0
             next_id = jnp.where(unknown_q & ~own, -1, next_id)
@@ -137,20 +123,58 @@ def verify_tokens(
     return lax.cond(jnp.all(sampling.temperature == 0), greedy, stochastic, None)
 
 
-def _leading(kept: Array) -> Int[Array, "R"]:
-    return jnp.sum(jnp.cumprod(kept.astype(jnp.int32), axis=1), axis=1)
+@typed
+def greedy_verdict(target_logits: Float[Array, "N V"], first: Int[Array, "R"], block: DraftBlock, lengths: Int[Array, "R"]) -> Verdict:
+    """The verdict where all requests are greedy: drafts are kept while they are what argmax would have written."""
+    best = greedy_ids(target_logits)
+    step = jnp.arange(block.ids.shape[1], dtype=jnp.int32)
+    judged_by = jnp.minimum(first[:, None] + step, target_logits.shape[0] - 1)
+    num_accepted = _leading((step < lengths[:, None]) & (best[judged_by] == block.ids))
+    return Verdict(num_accepted=num_accepted, next_id=best[jnp.minimum(first + num_accepted, target_logits.shape[0] - 1)])
 
 
-def _draft_probs(
-    block: DraftBlock, step: Int[Array, "R"], sampling: Sampling, draft_ids: Int[Array, "Vd"] | None, vocab_size: int
-) -> Float[Array, "R V"]:
-    """q at one step of each request, over all ids."""
-    rows = jnp.arange(step.shape[0], dtype=jnp.int32)
+@typed
+def draw_following(
+    logits: Float[Array, "R V"],
+    floor: Float[Array, "R"],
+    residual: Float[Array, "R V"],
+    own: Bool[Array, "R"],
+    num_accepted: Int[Array, "R"],
+    sampling: Sampling,
+    noise: Noise,
+) -> Int[Array, "R"]:
+    """The token behind the accepted drafts: from the target's own logits where `own`, from the residual elsewhere."""
+    # A bonus token is drawn from the logits as they are, so that it is the token that plain decoding would draw.
+    return draw(
+        jnp.where(own[:, None], logits, jnp.log(residual)),
+        jnp.where(own, floor, -jnp.inf),
+        jnp.where(own, sampling.temperature, 1.0),
+        noise.key,
+        num_accepted,
+        tile_stream=Stream.RESIDUAL_TILE,
+        id_stream=Stream.RESIDUAL_ID,
+    ).ids
+
+
+@typed
+def draft_probs(
+    block: DraftBlock,
+    row: Int[Array, "K"],
+    step: Int[Array, "K"],
+    sampling: Sampling,
+    draft_ids: Int[Array, "Vd"] | None,
+    vocab_size: int,
+) -> Float[Array, "K V"]:
+    """q of the drafts at (request, step) over all ids; one-hot where the block has no logits."""
     if block.logits is None:
-        one_hot = block.ids[rows, step][:, None] == jnp.arange(vocab_size, dtype=jnp.int32)
+        one_hot = block.ids[row, step][:, None] == jnp.arange(vocab_size, dtype=jnp.int32)
         return one_hot.astype(jnp.float32)
-    q = probs(block.logits[rows, step], block.floor[rows, step], sampling.temperature, block.log_normaliser[rows, step])
+    q = probs(block.logits[row, step], block.floor[row, step], sampling.temperature[row], block.log_normaliser[row, step])
     if draft_ids is None:
         return q
     # One scatter of columns for all requests: scatters are slow on a CPU.
     return jnp.zeros((vocab_size, q.shape[0]), q.dtype).at[draft_ids].set(q.T, unique_indices=True).T
+
+
+def _leading(kept: Array) -> Int[Array, "R"]:
+    return jnp.sum(jnp.cumprod(kept.astype(jnp.int32), axis=1), axis=1)

@@ -7,16 +7,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dspark_jax.block_verify import block_outcome_probs, verify_block
 from dspark_jax.exactness import law_of_logits
 from dspark_jax.protocols import DraftBlock, Verdict
 from dspark_jax.sampling import Noise, Sampling, draw, logit_floor
 from dspark_jax.verify import accept_prob, accept_probs, outcome_probs, residual_probs, verify_tokens
 from pallas_kernels.noise import Stream, round_key
 
-VERIFY, FLOOR = jax.jit(verify_tokens), jax.jit(logit_floor)
+FLOOR = jax.jit(logit_floor)
+VERIFIERS = {
+    "tokens": (jax.jit(verify_tokens), jax.jit(outcome_probs)),
+    "block": (jax.jit(verify_block), jax.jit(block_outcome_probs)),
+}
 DRAFT = jax.jit(functools.partial(draw, tile_stream=Stream.DRAFT_TILE, id_stream=Stream.DRAFT_ID))
 PLAIN = jax.jit(functools.partial(draw, tile_stream=Stream.RESIDUAL_TILE, id_stream=Stream.RESIDUAL_ID))
 NUM = 40_000
+both_verifiers = pytest.mark.parametrize("verifier", VERIFIERS)
 
 
 def _noise(num_rows: int, seed: int = 0) -> Noise:
@@ -59,10 +65,10 @@ def _assert_follows(verdict: Verdict, block: DraftBlock, law: np.ndarray) -> Non
     assert np.all(np.abs(frequency - expected) <= allowed)
 
 
-def _law_of_round(p: np.ndarray, q: np.ndarray, length: int) -> np.ndarray:
+def _law_of_round(verifier: str, p: np.ndarray, q: np.ndarray, length: int) -> np.ndarray:
     vocab_size = p.shape[1]
     law = np.zeros((vocab_size, vocab_size, p.shape[0], vocab_size))
-    outcomes = jax.jit(outcome_probs)
+    outcomes = VERIFIERS[verifier][1]
     for ids in np.ndindex(vocab_size, vocab_size):
         table = outcomes(jnp.asarray(p, jnp.float32), jnp.asarray(q, jnp.float32), jnp.asarray(ids, jnp.int32), jnp.int32(length))
         law[ids] = q[0, ids[0]] * q[1, ids[1]] * np.asarray(table)
@@ -100,7 +106,7 @@ def test_greedy_cases_of_the_reference_come_out_of_verify_tokens(golden):
     row = jnp.repeat(jnp.arange(num, dtype=jnp.int32), block_size + 1)
     first = jnp.arange(num, dtype=jnp.int32) * (block_size + 1)
     logits = jnp.asarray(cases["target_logits"][chosen]).reshape(num * (block_size + 1), -1)
-    verdict = VERIFY(logits, row, first, block, jnp.asarray(cases["draft_count"][chosen]), Sampling.make(num), _noise(num))
+    verdict = VERIFIERS["tokens"][0](logits, row, first, block, jnp.asarray(cases["draft_count"][chosen]), Sampling.make(num), _noise(num))
     assert np.array_equal(np.asarray(verdict.num_accepted), cases["accepted"][chosen])
     assert np.array_equal(np.asarray(verdict.next_id), cases["next_token"][chosen])
 
@@ -115,7 +121,8 @@ def test_the_chance_to_accept_is_one_minus_total_variation():
     np.testing.assert_allclose(np.asarray(accept_prob(jnp.log(p), jnp.log(q))), np.asarray(chance), atol=1e-6)
 
 
-def test_equal_distributions_accept_always_and_leave_no_nan():
+@both_verifiers
+def test_equal_distributions_accept_always_and_leave_no_nan(verifier):
     """[A4] p == q: acceptance 1, and a residual that is finite (p itself)."""
     p = jnp.asarray(np.random.default_rng(1).dirichlet(np.ones(5)), jnp.float32)
     assert np.array_equal(np.asarray(residual_probs(p, p)), np.asarray(p))
@@ -123,41 +130,44 @@ def test_equal_distributions_accept_always_and_leave_no_nan():
     sampling, noise = Sampling.make(NUM, 1.0), _noise(NUM)
     block = _drafted(jnp.tile(logits, (2, 1)), sampling, noise)
     flat, row, first = _grid(jnp.tile(logits, (3, 1)), NUM)
-    verdict = VERIFY(flat, row, first, block, jnp.full(NUM, 2, jnp.int32), sampling, noise)
+    verdict = VERIFIERS[verifier][0](flat, row, first, block, jnp.full(NUM, 2, jnp.int32), sampling, noise)
     assert np.all(np.asarray(verdict.num_accepted) == 2)
     assert np.all((np.asarray(verdict.next_id) >= 0) & (np.asarray(verdict.next_id) < 5))
 
 
+@both_verifiers
 @pytest.mark.parametrize("length", [0, 1, 2])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_a_round_follows_its_enumerated_law(length, deterministic):
+def test_a_round_follows_its_enumerated_law(verifier, length, deterministic):
     """[A1] [A2] [A3] Draft, acceptance and residual draws from one round's key, 40,000 rounds: the joint law of all of them."""
     rng = np.random.default_rng(3)
     target, drafts = rng.normal(size=(3, 5)).astype(np.float32), rng.normal(size=(2, 5)).astype(np.float32)
     sampling, noise = Sampling.make(NUM, 0.8), _noise(NUM)
     block = _drafted(jnp.asarray(drafts), sampling, noise, deterministic=deterministic)
     flat, row, first = _grid(jnp.asarray(target), NUM)
-    verdict = VERIFY(flat, row, first, block, jnp.full(NUM, length, jnp.int32), sampling, noise)
+    verdict = VERIFIERS[verifier][0](flat, row, first, block, jnp.full(NUM, length, jnp.int32), sampling, noise)
     p = np.stack([law_of_logits(each, 0.8) for each in target])
     q = np.stack([law_of_logits(each, 0.0 if deterministic else 0.8) for each in drafts])
-    _assert_follows(verdict, block, _law_of_round(p, q, length))
+    _assert_follows(verdict, block, _law_of_round(verifier, p, q, length))
 
 
-def test_filters_hold_on_both_sides_and_bound_the_output():
+@both_verifiers
+def test_filters_hold_on_both_sides_and_bound_the_output(verifier):
     """[A5] With top-k and top-p, q is the filtered q, p the filtered p, and nothing outside the filtered support comes out."""
     rng = np.random.default_rng(4)
     target, drafts = 2 * rng.normal(size=(3, 5)).astype(np.float32), 2 * rng.normal(size=(2, 5)).astype(np.float32)
     sampling, noise = Sampling.make(NUM, 0.9, 3, 0.85), _noise(NUM)
     block = _drafted(jnp.asarray(drafts), sampling, noise)
     flat, row, first = _grid(jnp.asarray(target), NUM)
-    verdict = VERIFY(flat, row, first, block, jnp.full(NUM, 2, jnp.int32), sampling, noise)
+    verdict = VERIFIERS[verifier][0](flat, row, first, block, jnp.full(NUM, 2, jnp.int32), sampling, noise)
     p, q = (np.stack([law_of_logits(each, 0.9, 3, 0.85) for each in rows]) for rows in (target, drafts))
     assert (p == 0).any() and (q == 0).any()
-    _assert_follows(verdict, block, _law_of_round(p, q, 2))
+    _assert_follows(verdict, block, _law_of_round(verifier, p, q, 2))
     assert np.all(p[np.asarray(verdict.num_accepted), np.asarray(verdict.next_id)] > 0)
 
 
-def test_a_reduced_draft_vocabulary_keeps_the_law():
+@both_verifiers
+def test_a_reduced_draft_vocabulary_keeps_the_law(verifier):
     """[A7] q lives on four of six ids, in another numbering; p is not renormalised; the law is that of q scattered."""
     rng = np.random.default_rng(5)
     draft_ids = np.array([0, 2, 3, 5], np.int32)
@@ -166,10 +176,10 @@ def test_a_reduced_draft_vocabulary_keeps_the_law():
     block = _drafted(jnp.asarray(drafts), sampling, noise, jnp.asarray(draft_ids))
     assert set(np.unique(np.asarray(block.ids))) == set(draft_ids.tolist())
     flat, row, first = _grid(jnp.asarray(target), NUM)
-    verdict = VERIFY(flat, row, first, block, jnp.full(NUM, 2, jnp.int32), sampling, noise, jnp.asarray(draft_ids))
+    verdict = VERIFIERS[verifier][0](flat, row, first, block, jnp.full(NUM, 2, jnp.int32), sampling, noise, jnp.asarray(draft_ids))
     q = np.zeros((2, 6))
     q[:, draft_ids] = np.stack([law_of_logits(each) for each in drafts])
-    _assert_follows(verdict, block, _law_of_round(np.stack([law_of_logits(each) for each in target]), q, 2))
+    _assert_follows(verdict, block, _law_of_round(verifier, np.stack([law_of_logits(each) for each in target]), q, 2))
 
 
 # One shape for all batches below, so that they are one compiled program: requests, drafts, ids, flat rows.
@@ -195,14 +205,17 @@ def _drafted_each(logits: jax.Array, sampling: Sampling, noise: Noise) -> DraftB
     )
 
 
-def test_padding_slots_and_batch_mates_change_nothing():
+@both_verifiers
+def test_padding_slots_and_batch_mates_change_nothing(verifier):
     """[B2] [F4] Requests of all temperatures and lengths: padding (even NaN), the slot, and who else is there are all the same."""
     lengths = np.array([3, 0, 2, 1, 3, 3], np.int32)
     logits, row, first = _ragged(6, lengths)
     drafts = jnp.asarray(np.random.default_rng(60).normal(size=(REQUESTS, STEPS, IDS)), jnp.float32)
     sampling, noise = Sampling.make(REQUESTS, [0.0, 1.0, 0.7, 0.0, 1.0, 1.3]), _noise(REQUESTS, seed=2)
     block = _drafted_each(drafts, sampling, noise)
-    verdict = VERIFY(jnp.asarray(logits), jnp.asarray(row), jnp.asarray(first), block, jnp.asarray(lengths), sampling, noise)
+    verdict = VERIFIERS[verifier][0](
+        jnp.asarray(logits), jnp.asarray(row), jnp.asarray(first), block, jnp.asarray(lengths), sampling, noise
+    )
 
     # The even requests in other slots, beside copies of request 1, behind other flat rows, and NaN as padding.
     order = np.array([4, 1, 2, 1, 1, 0])
@@ -212,7 +225,7 @@ def test_padding_slots_and_batch_mates_change_nothing():
         own = np.arange(1 + int(lengths[request]))
         moved_logits[moved_first[slot] + own] = logits[first[request] + own]
     index = jnp.asarray(order, jnp.int32)
-    moved = VERIFY(
+    moved = VERIFIERS[verifier][0](
         jnp.asarray(moved_logits),
         jnp.asarray(moved_row),
         jnp.asarray(moved_first),
@@ -226,7 +239,8 @@ def test_padding_slots_and_batch_mates_change_nothing():
     assert 0 < np.asarray(verdict.num_accepted).sum() < lengths.sum()
 
 
-def test_temperature_zero_keeps_the_drafts_that_argmax_would_have_written():
+@both_verifiers
+def test_temperature_zero_keeps_the_drafts_that_argmax_would_have_written(verifier):
     """[A8] Ties in the target's logits go to the smallest id, in all-greedy batches and beside warm requests."""
     lengths = np.array([3, 2, 3, 0, 1, 2], np.int32)
     logits, row, first = _ragged(7, lengths)
@@ -239,29 +253,33 @@ def test_temperature_zero_keeps_the_drafts_that_argmax_would_have_written():
     expected = np.array([3, 2, 1, 0, 1])
     for last in (0.0, 1.0):
         sampling = Sampling.make(REQUESTS, [0.0] * 5 + [last])
-        verdict = VERIFY(jnp.asarray(logits), jnp.asarray(row), jnp.asarray(first), block, jnp.asarray(lengths), sampling, _noise(REQUESTS))
+        verdict = VERIFIERS[verifier][0](
+            jnp.asarray(logits), jnp.asarray(row), jnp.asarray(first), block, jnp.asarray(lengths), sampling, _noise(REQUESTS)
+        )
         assert np.array_equal(np.asarray(verdict.num_accepted)[:5], expected)
         assert np.array_equal(np.asarray(verdict.next_id)[:5], best[first[:5] + expected])
 
 
-def test_a_round_without_drafts_is_a_plain_draw():
+@both_verifiers
+def test_a_round_without_drafts_is_a_plain_draw(verifier):
     """A request of length 0 gets the token that drawing from the residual streams at position 0 gives: plain decoding."""
     lengths = np.zeros(REQUESTS, np.int32)
     logits, row, first = (jnp.asarray(each) for each in _ragged(8, lengths))
     sampling, noise = Sampling.make(REQUESTS, 0.8, 4), _noise(REQUESTS)
     zeros = jnp.zeros((REQUESTS, STEPS))
     block = DraftBlock(zeros.astype(jnp.int32), zeros, zeros, zeros, None, jnp.zeros((REQUESTS, STEPS, IDS)))
-    verdict = VERIFY(logits, row, first, block, jnp.asarray(lengths), sampling, noise)
+    verdict = VERIFIERS[verifier][0](logits, row, first, block, jnp.asarray(lengths), sampling, noise)
     own = logits[:REQUESTS]
     plain = PLAIN(own, FLOOR(own, sampling), sampling.temperature, noise.key, jnp.zeros(REQUESTS, jnp.int32))
     assert not np.any(np.asarray(verdict.num_accepted))
     assert np.array_equal(np.asarray(verdict.next_id), np.asarray(plain.ids))
 
 
-def test_sampled_drafts_without_their_logits_are_not_guessed_at():
+@both_verifiers
+def test_sampled_drafts_without_their_logits_are_not_guessed_at(verifier):
     """[A1] Where q is needed and nobody kept it, the next id is -1 instead of a token from a wrong residual."""
     logits = jnp.asarray(np.array([[8.0, 0.0, 0.0], [0.0, 8.0, 0.0]], np.float32))
     block = DraftBlock(jnp.array([[2]], jnp.int32), jnp.full((1, 1), -0.1), jnp.ones((1, 1)), jnp.full((1, 1), -jnp.inf), None, None)
     zero = jnp.zeros(2, jnp.int32)
-    verdict = VERIFY(logits, zero, zero[:1], block, jnp.ones(1, jnp.int32), Sampling.make(1, 1.0), _noise(1))
+    verdict = VERIFIERS[verifier][0](logits, zero, zero[:1], block, jnp.ones(1, jnp.int32), Sampling.make(1, 1.0), _noise(1))
     assert int(verdict.num_accepted[0]) == 0 and int(verdict.next_id[0]) == -1
