@@ -6,17 +6,20 @@ neither model and is in no cache; the target's cache and the drafter's state hol
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from dspark_jax.block_verify import verify_block
 from dspark_jax.protocols import (
     Committed,
     DraftBlock,
     Drafter,
+    StatefulPolicy,
     SurvivalModel,
     Target,
     TargetHead,
@@ -29,6 +32,8 @@ from dspark_jax.typing import Array, Bool, Float, Int, Params, UInt32
 from dspark_jax.verify import verify_tokens
 from pallas_kernels.noise import Stream
 
+VERIFIERS: Mapping[str, Callable[..., Verdict]] = {"token": verify_tokens, "block": verify_block}
+
 
 @dataclasses.dataclass(frozen=True)
 class DecodePlan:
@@ -37,20 +42,24 @@ class DecodePlan:
     Attributes:
       target: the model whose law the output has.
       drafter: None for plain decoding, one token a round.
-      policy: how many drafts are verified; only read where there is a drafter.
+      policy: how many drafts are verified; only read where there is a drafter. What a stateful one remembers is in the state.
       survival: turns the drafter's confidence into the survival that the policy reads.
+      verifier: "token": every draft is judged by itself; "block": the block is judged jointly, which keeps at least as many drafts.
       ladder: ascending numbers N of flat tokens that a verification may run on; None for R x (G + 1) alone.
     """
 
     target: Target
     drafter: Drafter | None = None
-    policy: VerifyPolicy | None = None
+    policy: VerifyPolicy | StatefulPolicy | None = None
     survival: SurvivalModel | None = None
     ladder: tuple[int, ...] | None = None
+    verifier: Literal["token", "block"] = "token"
 
     def __post_init__(self) -> None:
         if self.drafter is not None and (self.policy is None or self.survival is None):
             raise ValueError("policy or survival is None; a plan with a drafter needs both")
+        if self.verifier not in VERIFIERS:
+            raise ValueError(f"verifier is {self.verifier!r}; allowed: {', '.join(VERIFIERS)}")
         if self.ladder is not None and (not self.ladder or min(self.ladder) < 1 or list(self.ladder) != sorted(set(self.ladder))):
             raise ValueError(f"ladder is {self.ladder}; it must be ascending positive token counts, or None")
 
@@ -109,6 +118,7 @@ class DecodeState:
     finished: the request ended by a stop token or its budget; it takes no part in further rounds.
     request_id, round: what the request's random bits are made from; the round counter is the request's own.
     seed: key of the run's seed.
+    policy_state: what a stateful policy remembers of earlier rounds; None for others.
     """
 
     ids: Int[Array, "R T"]
@@ -123,6 +133,7 @@ class DecodeState:
     sampling: Sampling
     target_cache: Any
     drafter_state: Any
+    policy_state: Any = None
 
 
 @struct.dataclass
@@ -220,7 +231,7 @@ def _verify_bucket(
         verdict = Verdict(num_accepted=jnp.zeros((num_rows,), jnp.int32), next_id=next_id)
     else:
         draft_ids = params.draft_head.draft_ids
-        verdict = verify_tokens(logits, tokens.row, first, block, lengths, state.sampling, noise, draft_ids)
+        verdict = VERIFIERS[plan.verifier](logits, tokens.row, first, block, lengths, state.sampling, noise, draft_ids)
     index = jnp.minimum(first[:, None] + jnp.arange(plan.block_size + 1, dtype=jnp.int32), bucket - 1)
     return verdict, hidden[index], features[index], cache
 
@@ -242,7 +253,12 @@ def decode_round(plan: DecodePlan, params: DecodeParams, state: DecodeState, buc
     else:
         block = plan.drafter.propose(params.drafter, params.draft_head, state.drafter_state, anchor, noise, state.sampling)
         survival = plan.survival.survival(block, state.sampling.temperature)
-        lengths = plan.policy.lengths(survival, active, state.length, state.request_id)
+        asked = (survival, active, state.length, state.request_id)
+        if isinstance(plan.policy, StatefulPolicy):
+            lengths, policy_state = plan.policy.next_lengths(state.policy_state, *asked)
+            state = dataclasses.replace(state, policy_state=policy_state)
+        else:
+            lengths = plan.policy.lengths(*asked)
         # A draft that the budget would cut off again is not worth verifying; the budget was fixed before the round.
         lengths = jnp.where(active, jnp.minimum(lengths, state.limit - state.length - 1), 0)
 

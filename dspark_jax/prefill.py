@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax.decode import DecodeParams, DecodePlan, DecodeState, draw_next
-from dspark_jax.protocols import Committed, FlatTokens
+from dspark_jax.protocols import Committed, FlatTokens, StatefulPolicy
 from dspark_jax.sampling import Noise, Sampling
 from dspark_jax.typing import Array, Int
 from pallas_kernels.noise import seed_key
@@ -89,6 +89,7 @@ def start(
         seed=seed_key(seed),
         sampling=Sampling.make(num_rows) if sampling is None else sampling,
         target_cache=plan.target.init_cache(num_rows, slots, **sizes),
+        policy_state=plan.policy.init_state(num_rows, plan.block_size) if isinstance(plan.policy, StatefulPolicy) else None,
         drafter_state=None if plan.drafter is None else plan.drafter.init_state(num_rows, slots, **sizes),
     )
     return prefill(plan, params, state, jnp.int32(-(-int(lengths.max()) // chunk)), chunk)

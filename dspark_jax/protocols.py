@@ -5,7 +5,7 @@ dataclass, so that it can be a static argument of `jax.jit`; every state is a `f
 """
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from flax import struct
@@ -293,6 +293,7 @@ class VerifyPolicy(Protocol):
         ...
 
 
+@runtime_checkable
 class StatefulPolicy(Protocol):
     """A policy that remembers earlier rounds: its state goes in and comes out, carried by whoever runs the rounds."""
 

@@ -18,6 +18,7 @@ from dspark_jax.exactness import law_of_logits
 from dspark_jax.prefill import start
 from dspark_jax.protocols import DraftBlock
 from dspark_jax.sampling import Sampling, draw, logit_floor
+from dspark_jax.schedule import CapacityTopK, StepCurve
 from dspark_jax.targets.toy import ToyTarget
 from pallas_kernels.noise import Stream
 
@@ -235,6 +236,41 @@ def test_rounds_that_a_stop_token_shortens_are_counted_apart():
     assert tally.reached.tolist() == [[1, 1, 1], [0, 0, 0]] and tally.accepted.tolist() == [[1, 1, 0], [0, 0, 0]]
 
 
+@pytest.mark.parametrize("verifier", ["token", "block"])
+def test_a_policy_that_remembers_keeps_its_bucket_and_changes_no_greedy_token(verifier):
+    """[F3] Capacity from rounds up to t - 2 bounds what a round verifies; its memory travels in the state, through the compiled loop.
+
+    Greedy requests of one batch, by the whole loop and by steps, against plain decoding.
+    """
+    plan, params = _toy(seed=1)
+    curve = StepCurve(tokens=LADDER, seconds_per_step=(1.0, 1.1, 1.9), draft_seconds=0.1)
+    policy = CapacityTopK(curve, (0.7, 0.5, 0.3))
+    remembering = dataclasses.replace(plan, policy=policy, verifier=verifier)
+
+    def begin(plan):
+        return _begin(plan, params, sampling=Sampling.make(4))
+
+    finished, _ = generate(remembering, params, begin(remembering))
+    plain = DecodePlan(plan.target)
+    assert answers(finished) == answers(generate(plain, params, begin(plain))[0])
+    state = begin(remembering)
+    verified = []
+    while not bool(state.finished.all()):
+        active = ~state.finished
+        capacity = int(policy.capacity(state.policy_state, active, state.length, state.request_id))
+        state, stats = step(remembering, params, state)
+        used = int((stats.verified + 1)[stats.active].sum())
+        assert used <= capacity
+        verified.append(used)
+    assert answers(state) == answers(finished) and len(set(verified)) > 1
+    assert state.policy_state.request_id.shape == (2, 4)
+
+
+def test_an_unknown_verifier_is_refused_by_name():
+    with pytest.raises(ValueError, match="verifier is 'oracle'; allowed: token, block"):
+        DecodePlan(ToyTarget(VOCAB), verifier="oracle")  # pyright: ignore[reportArgumentType]
+
+
 # --- the law of a million rounds
 
 REQUESTS = 10_000
@@ -299,7 +335,8 @@ def _shifted(laws, total_variation):
     return moved
 
 
-def test_a_million_rounds_follow_the_target_s_law(monkeypatch):
+@pytest.mark.parametrize("verifier", ["token", pytest.param("block", marks=pytest.mark.slow)])
+def test_a_million_rounds_follow_the_target_s_law(monkeypatch, verifier):
     """[A1] [A2] [A5] 10,000 requests x 100 rounds through `decode_round`, half of them with top-p, 0 to 3 drafts verified.
 
     Each token's law given the token before it, its position and its slot in the round is the target's (filtered) one: Pearson's
@@ -307,7 +344,7 @@ def test_a_million_rounds_follow_the_target_s_law(monkeypatch):
     """
     _two_small_tiles(monkeypatch)
     plan, params = _toy(seed=3)
-    counts, laws = _simulate(plan, params, 100), _laws(params)
+    counts, laws = _simulate(dataclasses.replace(plan, verifier=verifier), params, 100), _laws(params)
     assert counts.sum() > 1_500_000 and counts.sum((0, 2, 3, 4)).min() > 20_000
     value, freedom = _statistic(counts, laws)
     threshold = chi2.isf(1e-4, freedom)
