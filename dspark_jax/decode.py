@@ -1,7 +1,8 @@
 """Decoding in rounds: draft, decide how many drafts to verify, verify, commit. Pure functions over `DecodeState`.
 
-Invariants between rounds, for every request: `length` tokens are committed; the last of them, the anchor, has been run through
-neither model and is in no cache; the target's cache and the drafter's state hold exactly the `length - 1` positions before it.
+Invariants between rounds, for every request: `length` tokens are committed; the last of them, the anchor, has not been run through
+the target and its position is in no cache; the target's cache and the drafter's state hold exactly the `length - 1` positions before
+it (a drafter may have read the anchor's id, as the token behind the last of them).
 """
 
 import dataclasses
@@ -315,7 +316,7 @@ def step(plan: DecodePlan, params: DecodeParams, state: DecodeState, bucket: int
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def generate(plan: DecodePlan, params: DecodeParams, state: DecodeState) -> tuple[DecodeState, Tally]:
-    """Rounds until every request is finished, in one compiled loop."""
+    """Rounds until every request is finished, in one compiled loop; the state's buffers are given up, as in `step`."""
 
     def body(carry: tuple[DecodeState, Tally]) -> tuple[DecodeState, Tally]:
         state, tally = carry

@@ -31,14 +31,17 @@ def layer_fields(config: Mapping[str, Any], origin: Any) -> dict[str, Any]:
       ValueError: naming a field that is missing, or set to something that is not supported.
     """
     num_heads = required(config, "num_attention_heads", origin)
+    taps = required(config, "target_layer_ids", origin)
+    if not isinstance(taps, list) or not all(isinstance(tap, int) for tap in taps):
+        raise ValueError(f"{origin}: target_layer_ids is {taps!r}; it must be a list of integers")
     fields: dict[str, Any] = {
         "vocab_size": required(config, "vocab_size", origin),
         "hidden_size": required(config, "hidden_size", origin),
         "intermediate_size": required(config, "intermediate_size", origin),
         "num_heads": num_heads,
-        "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
+        "rms_norm_eps": 1e-6 if config.get("rms_norm_eps") is None else config["rms_norm_eps"],
         "attention_bias": bool(config.get("attention_bias")),
-        "taps": tuple(required(config, "target_layer_ids", origin)),
+        "taps": tuple(taps),
         "num_target_layers": required(config, "num_target_layers", origin),
     }
     kv_heads = config.get("num_key_value_heads") or num_heads
@@ -103,11 +106,17 @@ def block_drafter(config: Mapping[str, Any], origin: Any) -> DSparkDrafter | DFl
 def built_config(kind: type, fields: Mapping[str, Any], config: Mapping[str, Any], origin: Any) -> Any:
     """A drafter's config of class `kind` from the layout's fields and our extensions in `config`; messages begin with `origin`."""
     extension = config.get(EXTENSION) or {}
+    if not isinstance(extension, Mapping):
+        raise ValueError(f"{origin}: {EXTENSION} is {extension!r}; it must be an object of options")
     known = {field.name for field in dataclasses.fields(kind)} - set(fields)
     unknown = sorted(set(extension) - known)
     if unknown:
         raise ValueError(f"{origin}: {EXTENSION} holds {unknown[0]!r}; known there: {', '.join(sorted(known))}")
     try:
+        numbers = {field.name: field.type for field in dataclasses.fields(kind) if field.type in (int, float)}
+        for name, value in {**fields, **extension}.items():
+            if name in numbers and (isinstance(value, bool) or not isinstance(value, int if numbers[name] is int else int | float)):
+                raise ValueError(f"{name} is {value!r}; it must be {'an integer' if numbers[name] is int else 'a number'}")
         if extension.get("experts") is not None:
             extension = {**extension, "experts": MoEConfig(**extension["experts"])}
         return kind(**fields, **extension)

@@ -5,7 +5,7 @@ committed length and forgetting it again (`roll_back`) is how a verification's r
 query's position is masked, and the next round overwrites it.
 
 A layer that looks back over a window alone may keep its slots as a ring: position p lies in slot p mod T. T must be at least
-window + the positions that one pass may write - 1 (`ring_slots`), or a rejected draft would lie where a live key should (FAULTS C2).
+window + the positions that one pass may write - 1 (`ring_slots`), or a rejected draft would lie where a live key should [C2].
 A ring can be rolled back by what the last pass wrote, and no further: what lay there before is overwritten.
 """
 

@@ -46,6 +46,10 @@ def start(
       ValueError: an empty prompt, a token or stop id outside the vocabulary, a budget below 1, a request that does not fit into
         max_len, request ids that repeat, budgets or sampling settings of another number than the prompts.
     """
+    if any(isinstance(prompt, str) or not isinstance(prompt, Sequence | np.ndarray) for prompt in prompts):
+        raise ValueError("prompts holds something that is no sequence of token ids; a tokenizer makes them of text")
+    if plan.drafter is not None and not params.drafter:
+        raise ValueError("params.drafter is empty, and the plan has a drafter; give its parameters to DecodeParams.of")
     num_rows, vocab_size = len(prompts), plan.target.spec.vocab_size
     asked = np.asarray(max_new_tokens, np.int32)
     if asked.ndim and len(asked) != num_rows:

@@ -252,7 +252,7 @@ class Drafter(Protocol):
         ...
 
     def commit(self, params: Params, head: TargetHead, state: Any, committed: Committed) -> Any:
-        """Learn of committed positions (prefill and every later round); the anchor itself is in no cache."""
+        """Learn of committed positions (prefill and every later round); the anchor's own position is not among them."""
         ...
 
     def propose(

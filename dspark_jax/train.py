@@ -1,7 +1,7 @@
 """The optimizer step of a drafter: the target reads, anchors are drawn, the loss falls.
 
 Online: the frozen target runs inside the step, so nothing is stored between them. Parameters and moments are float32 whatever the compute
-dtype is: at these learning rates bfloat16 parameters would never move (FAULTS E3). The step is plain `jax.jit`: place its arguments on a
+dtype is: at these learning rates bfloat16 parameters would never move [E3]. The step is plain `jax.jit`: place its arguments on a
 mesh and the sums over the batch become sums over all devices. Source: section 4.1 of the DSpark paper and its released settings.
 """
 

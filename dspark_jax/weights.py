@@ -4,11 +4,13 @@ This file holds the one table from architecture names to classes.
 """
 
 import dataclasses
+import itertools
 import json
+import operator
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import numpy as np
 from jax.sharding import Mesh
 from safetensors.numpy import save_file
 
+from dspark_jax.calibrate import ConstantSurvival, RawSurvival, survival_from_dict
 from dspark_jax.chain_configs import eagle3_config, eagle3_json, mtp_config, mtp_json
 from dspark_jax.draft_configs import EXTENSION, GEMMA_FROM_TARGET, block_drafter, block_json
 from dspark_jax.drafters.dflash import DFlashDrafter
@@ -28,19 +31,22 @@ from dspark_jax.gemma_configs import gemma3_config, gemma3_config_from_gguf, gem
 from dspark_jax.gguf_files import gguf_sources, read_gguf
 from dspark_jax.model_configs import dense_config, dense_config_from_gguf
 from dspark_jax.model_files import locate_model, read_json
-from dspark_jax.protocols import TargetHead, TargetSpec
+from dspark_jax.protocols import SurvivalModel, TargetHead, TargetSpec
 from dspark_jax.sharding import parameter_shardings
 from dspark_jax.targets.dense import DenseTarget
 from dspark_jax.targets.gemma import GemmaTarget
 from dspark_jax.tensor_files import SINGLE_FILE, TensorSource, checkpoint_tensors, restore, safetensors_sources, tree_name
 from dspark_jax.typing import Params
 
+USUAL_CONTINUATION = 0.65
+"""Chance that a draft is accepted given that those before it were, for drafters that come without their own numbers."""
+
 RELEASED_DRAFTERS = {"smollm2_dspark": Path(__file__).parent / "assets" / "smollm2_dspark"}
 """Drafters that are part of this package, by name."""
 
 SURVIVAL_FILE = "survival.json"
 DRAFT_IDS = "draft_vocab_ids"
-TRAINING_OPTIONS = {"loss_decay", "detach_confidence", "round_rope_to_bf16", "step_loss_decay", "supervision", "soft_ce_over_places"}
+TRAINING_OPTIONS = {"loss_decay", "detach_confidence", "step_loss_decay", "supervision", "soft_ce_over_places"}
 """Options that change how a drafter is trained and not what it computes; the reference keeps them elsewhere."""
 
 LENT = ("embed_tokens.weight", "lm_head.weight")
@@ -97,6 +103,9 @@ DRAFTERS: Mapping[str, Callable[[Mapping[str, Any], Any], Any]] = {
 }
 """From `config.json` and its path, for messages, to the drafter."""
 
+REFERENCE_DRAFTERS = tuple(name for name in DRAFTERS if "MTP" not in name)
+"""Those that the reference has classes for."""
+
 DRAFTER_CONFIGS: Mapping[type, Callable[[Any, Mapping[str, Any]], dict[str, Any]]] = {
     DSparkDrafter: lambda drafter, base: block_json(drafter, base),
     DFlashDrafter: lambda drafter, base: block_json(drafter, base),
@@ -121,6 +130,21 @@ class LoadedDrafter:
     draft_ids: jax.Array | None
     survival: dict[str, Any] | None
     config_json: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def survival_model(self, continuation: Sequence[float] | None = None) -> SurvivalModel:
+        """The calibration stored with the drafter, else its confidence as it is, else constants where it has no confidence head.
+
+        Args:
+          continuation: for the constants, one per draft: the chance that a draft is accepted given that those before it were;
+            `USUAL_CONTINUATION` where absent.
+        """
+        stored = {name: value for name, value in (self.survival or {}).items() if name != "continuation"}
+        if stored:
+            return survival_from_dict(stored)
+        if getattr(self.drafter.config, "confidence_head", False):
+            return RawSurvival()
+        chances = [USUAL_CONTINUATION] * self.drafter.block_size if continuation is None else continuation
+        return ConstantSurvival(tuple(itertools.accumulate(chances, operator.mul)))
 
 
 def load_target(model: str | os.PathLike[str], *, mesh: Mesh | None = None, dtype: Any = jnp.float32) -> tuple[Any, Params]:
@@ -192,7 +216,12 @@ def load_drafter(
       ValueError: where files are missing or damaged, the architecture is unknown, a field is missing (`mask_token_id` above all:
         no other token stands in for it), or the drafter was made for a target of another vocabulary, width or depth.
     """
-    folder = RELEASED_DRAFTERS.get(os.fspath(model)) or locate_model(model)
+    if not isinstance(target_spec, TargetSpec):
+        raise ValueError(f"target_spec is a {type(target_spec).__name__}; give the target's `spec`")
+    try:
+        folder = RELEASED_DRAFTERS.get(os.fspath(model)) or locate_model(model)
+    except ValueError as error:
+        raise ValueError(f"{error}; of drafters also {', '.join(RELEASED_DRAFTERS)}") from error
     config_file = read_json(folder, "config.json")
     drafter = drafter_of(config_file, folder)
     config = drafter.config
@@ -255,6 +284,8 @@ def _draft_ids(source: TensorSource | None, config: Any, folder: Path) -> jax.Ar
 
 
 def _check_draft_ids(ids: np.ndarray, config: Any, origin: str) -> None:
+    if config.draft_vocab_size is None:
+        raise ValueError(f"{origin} is given, and the drafter's draft_vocab_size is None: it drafts from the whole vocabulary")
     if ids.shape != (config.draft_vocab_size,):
         raise ValueError(f"{origin} has shape {ids.shape}; the drafter's draft_vocab_size asks for ({config.draft_vocab_size},)")
     wide = ids.astype(np.int64)
@@ -340,6 +371,8 @@ def export_for_reference(
     """
     base = config_json or {}
     written = drafter_json(drafter, np.dtype(dtype).name, base)
+    if written["architectures"][0] not in REFERENCE_DRAFTERS:
+        raise ValueError(f"architectures is {written['architectures']}: the reference knows {', '.join(REFERENCE_DRAFTERS)}")
     unknown = set(written.get(EXTENSION, ())) - TRAINING_OPTIONS
     if unknown:
         raise ValueError(f"{', '.join(sorted(unknown))}: options that the reference does not know; export a drafter without them")

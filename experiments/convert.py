@@ -1,10 +1,11 @@
-"""Models from folders of safetensors (or GGUF) to Orbax and back.
+"""Models from folders of safetensors to Orbax and back.
 
     python -m experiments.run import FOLDER OUT         # target or drafter, told apart by the architecture it names
     python -m experiments.run export OUT ANOTHER
 
 An Orbax folder holds `params`, written by Orbax, beside `config.json` and whatever else the model came with. It restores straight into
-a sharding, shard by shard, on every host. Exported folders have the tensors and the config that the original had.
+a sharding, shard by shard, on every host. Exported folders have the tensors and the config that the original had, but for a drafter's
+copies of its target's embedding and head, which this project leaves out (`weights.export_for_reference` puts them in).
 """
 
 import dataclasses
@@ -26,6 +27,7 @@ from dspark_jax.protocols import TargetSpec
 from dspark_jax.tensor_files import SINGLE_FILE, checkpoint_tensors, safetensors_sources
 from dspark_jax.weights import DRAFTERS, SURVIVAL_FILE, TARGETS, drafter_of, load_drafter, load_target, save_drafter
 
+DTYPES = ("float32", "bfloat16", "float16")
 PARAMS, IDS_FILE, NOTES_FILE = "params", "draft_vocab_ids.npy", "dspark_jax.json"
 BESIDE = (
     "tokenizer.json",
@@ -82,6 +84,8 @@ def import_model(source: str, out: Path, dtype: str = "float32") -> Path:
     Raises:
       ValueError: `source` is no model that this project reads, or `out` exists.
     """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype!r}; allowed: {', '.join(DTYPES)}")
     folder = locate_model(source)
     if folder.is_file():
         raise ValueError(f"source is {source}, a single file; an import wants a folder with a config.json")

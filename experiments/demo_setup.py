@@ -13,14 +13,13 @@ import jax
 import jax.numpy as jnp
 from rich.console import Console
 
-from dspark_jax.calibrate import ConstantSurvival, RawSurvival, survival_from_dict
 from dspark_jax.decode import DecodeParams, DecodePlan, DecodeState, step
 from dspark_jax.prefill import start
-from dspark_jax.protocols import SurvivalModel, Target
+from dspark_jax.protocols import Target
 from dspark_jax.sampling import Sampling
 from dspark_jax.schedule import FlatCurveWarning, ForecastStop
 from dspark_jax.tokenizers import Tokenizer, load_tokenizer
-from dspark_jax.weights import LoadedDrafter, load_drafter, load_target
+from dspark_jax.weights import USUAL_CONTINUATION, LoadedDrafter, load_drafter, load_target
 from experiments.demo_rounds import record, take_row
 from experiments.profile_steps import RELEASED_DRAFTER, PlainChoice, StepProfile, choose_plain, device_text, profile, write_json
 from experiments.prompts import Prompt, code_prompts, maths_prompts
@@ -38,9 +37,6 @@ CHAT_QUESTIONS = (
 
 TRAINED_ON = ("code-http.cookiejar.CookiePolicy.return_ok", "code-typing.get_args", "code-logging.config.BaseConfigurator.resolve")
 """Functions whose documentation is in the texts that the released drafter was trained on, although held out by our own split."""
-
-USUAL_CONTINUATION = 0.65
-"""Chance that a draft is accepted given that those before it were, for drafters that come without their own numbers."""
 
 PREFILL_ROWS = 16
 WARM_UP_ROUNDS = 40
@@ -189,20 +185,6 @@ def continuation_of(loaded: LoadedDrafter, temperatures: Sequence[float]) -> tup
     return tuple(round(sum(column) / len(column), 3) for column in zip(*nearest, strict=True))
 
 
-def survival_of(loaded: LoadedDrafter, continuation: Sequence[float]) -> SurvivalModel:
-    """The calibration stored with the drafter, else its confidence as it is, else constants where it has no confidence head."""
-    stored = {name: value for name, value in (loaded.survival or {}).items() if name != "continuation"}
-    if stored:
-        return survival_from_dict(stored)
-    if loaded.drafter.config.confidence_head:
-        return RawSurvival()
-    chances, survival = 1.0, []
-    for chance in continuation:
-        chances *= chance
-        survival.append(chances)
-    return ConstantSurvival(tuple(survival))
-
-
 def settled(measured: StepProfile, file: Path, key: str, tolerance: float = 0.15) -> StepProfile:
     """The profile that an earlier run stored under `key`, as long as `measured` agrees with it; else `measured`, which is stored.
 
@@ -293,7 +275,7 @@ def prepare(options: DemoOptions, jobs: Sequence[Job], console: Console) -> Prep
         warnings.simplefilter("always", FlatCurveWarning)
         curve = measured.curve(ladder)
     continuation = continuation_of(loaded, temperatures)
-    speculative = DecodePlan(target, loaded.drafter, ForecastStop(curve, continuation), survival_of(loaded, continuation), ladder)
+    speculative = DecodePlan(target, loaded.drafter, ForecastStop(curve, continuation), loaded.survival_model(continuation), ladder)
     plain = DecodePlan(target, ladder=(choice.tokens,))
     notes = tuple(str(warning.message) for warning in caught if len(ladder) > 1)
     return Prepared(tuple(jobs), prompts, tokenizer, speculative, plain, params, choice, measured, continuation, max_len, notes)

@@ -198,7 +198,7 @@ class Calibration:
 
 
 def calibrate(cells: Cells, temperature: int, vocabulary: int, block_size: int) -> Calibration:
-    """Fit on every second text of each domain, report on the others (FAULTS F5); of raw and scaled, the lower Brier score is kept.
+    """Fit on every second text of each domain, report on the others [F5]; of raw and scaled, the lower Brier score is kept.
 
     On the first tokens of the answers alone: loops would make the drafter look surer of itself than it is on fresh text.
     """
@@ -303,7 +303,8 @@ def release_drafter(release: Release, console: Console | None = None) -> dict[st
         raise ValueError(f"frequent_ids is {release.frequent_ids}; allowed: an existing .npy file with all ids, the most frequent first")
     target, target_params = load_target(release.target)
     loaded = load_drafter(release.source, target.spec)
-    if not (loaded.drafter.config.markov_rank and loaded.drafter.config.confidence_head):
+    heads = (getattr(loaded.drafter.config, name, None) for name in ("markov_rank", "confidence_head"))
+    if not all(heads):
         raise ValueError(f"source is {release.source}; a released drafter has a Markov head and a confidence head")
     sequences = load_token_sequences(release.texts, target.spec.vocab_size)
     by_frequency = np.load(release.frequent_ids).astype(np.int32)

@@ -41,11 +41,19 @@ PARAMS = DecodeParams.of(ToyTarget(5), {"table": np.zeros((2, 5, 5), np.float32)
         ([[1]], {"prefill_chunk": 0}, "prefill_chunk is 0; it must be at least 1"),
         ([[1], [2]], {"sampling": Sampling.make(3)}, "sampling has settings for 3 requests; there are 2"),
         ([[1]], {"seed": -1}, "seed is -1"),
+        ([1, 2], {}, "prompts holds something that is no sequence of token ids"),
+        (["Why?"], {}, "prompts holds something that is no sequence of token ids; a tokenizer makes them of text"),
     ],
 )
 def test_a_request_that_cannot_be_served_is_refused_by_field(prompts, changes, complaint):
     with pytest.raises(ValueError, match=complaint):
         start(PLAIN, PARAMS, prompts, **({"max_new_tokens": 4} | changes))
+
+
+def test_parameters_without_those_of_the_drafter_are_refused():
+    plan = DecodePlan(PLAIN.target, DRAFTER, FixedLength(1), RawSurvival())
+    with pytest.raises(ValueError, match="params.drafter is empty, and the plan has a drafter"):
+        start(plan, PARAMS, [[1]], max_new_tokens=4)
 
 
 @pytest.mark.parametrize(

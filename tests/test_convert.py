@@ -44,6 +44,8 @@ def test_what_is_no_model_or_would_be_overwritten_is_refused(golden, tmp_path):
     (tmp_path / "there").mkdir()
     with pytest.raises(ValueError, match=r"out is .*there, which exists"):
         import_model(str(golden / "dspark_qwen3_rnn"), tmp_path / "there")
+    with pytest.raises(ValueError, match="dtype is 'floaty'; allowed: float32, bfloat16, float16"):
+        import_model(str(golden / "dspark_qwen3_rnn"), tmp_path / "out", dtype="floaty")
     with pytest.raises(ValueError, match=r"has no file dspark_jax.json"):
         export_model(golden / "dspark_qwen3_rnn", tmp_path / "out")
     shutil.copytree(golden / "qwen3_target_tied", tmp_path / "odd")

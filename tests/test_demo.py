@@ -18,6 +18,7 @@ from dspark_jax.calibrate import ConstantSurvival, RawSurvival, SurvivalByTemper
 from dspark_jax.data import DOMAINS
 from dspark_jax.decode import RoundStats
 from dspark_jax.drafters.dspark import DSparkConfig, DSparkDrafter
+from dspark_jax.drafters.mtp import MTPConfig, MTPDrafter
 from dspark_jax.protocols import FlatTokens
 from dspark_jax.tokenizers import Tokenizer, load_tokenizer
 from dspark_jax.weights import LoadedDrafter, save_drafter
@@ -25,7 +26,7 @@ from experiments import demo, demo_report, demo_setup, profile_steps
 from experiments.demo import Streamer
 from experiments.demo_report import ALL, Answered, check_line, figures_of, report_json, rich_table, write_picture
 from experiments.demo_rounds import Difference, Kind, Recording, first_difference, record, round_kinds
-from experiments.demo_setup import DemoOptions, Job, continuation_of, jobs_of, settled, survival_of
+from experiments.demo_setup import DemoOptions, Job, continuation_of, jobs_of, settled
 from experiments.profile_steps import ProfileOptions, StepProfile
 from tests.tiny_models import LLAMA, random_params, write_target
 
@@ -199,7 +200,7 @@ def test_survival_and_continuation_come_from_beside_the_drafter():
     model = SurvivalByTemperature((0.0, 1.0), (TemperatureScaled((1.0, 1.1)), RawSurvival()))
     stored = {**survival_to_dict(model), "continuation": {"0.0": [0.8, 0.7], "1.0": [0.6, 0.5]}}
     loaded = loaded_drafter(stored)
-    assert survival_of(loaded, continuation_of(loaded, (0.0,))) == model
+    assert loaded.survival_model(continuation_of(loaded, (0.0,))) == model
     assert continuation_of(loaded, (0.0,)) == (0.8, 0.7)
     assert continuation_of(loaded, (0.9,)) == (0.6, 0.5)
     assert continuation_of(loaded, (0.0, 1.0)) == (0.7, 0.6)
@@ -208,10 +209,14 @@ def test_survival_and_continuation_come_from_beside_the_drafter():
 def test_a_drafter_without_calibration_gets_raw_confidence_or_constants():
     loaded = loaded_drafter()
     usual = continuation_of(loaded, (0.0,))
-    assert len(usual) == TINY_BLOCK and survival_of(loaded, usual) == RawSurvival()
+    assert len(usual) == TINY_BLOCK and loaded.survival_model(usual) == RawSurvival()
     without_head = loaded_drafter(confidence_head=False)
-    constants = survival_of(without_head, usual)
+    constants = without_head.survival_model(usual)
     assert isinstance(constants, ConstantSurvival) and constants.continuation == pytest.approx(usual)
+    chain = MTPDrafter(MTPConfig(31, 16, 24, 4, 2, 8, num_target_layers=4, block_size=2))
+    without_any = LoadedDrafter(chain, {}, None, None)
+    assert isinstance(without_any.survival_model(), ConstantSurvival), "a drafter that knows of no confidence at all"
+    assert continuation_of(without_any, (0.0,)) == (0.65, 0.65)
 
 
 def test_jobs_show_every_domain_and_temperature_before_they_repeat():

@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 from dspark_jax import weights
 from dspark_jax.drafters.dflash import DFlashDrafter
 from dspark_jax.drafters.dspark import DSparkDrafter
+from dspark_jax.drafters.mtp import MTPConfig, MTPDrafter
 from dspark_jax.moe import MoEConfig
 from dspark_jax.protocols import TargetHead, TargetSpec
 from dspark_jax.sharding import make_mesh
@@ -199,6 +200,10 @@ def test_a_write_that_fails_leaves_the_old_drafter_whole(golden, tmp_path, monke
         ({"markov_rank": 4}, r"wrong shape: .*markov_w1.weight \(97, 8\) instead of \(97, 4\)"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope_type is 'linear'; a drafter supports 'default' alone"),
         ({"num_hidden_layers": 3}, "missing: layers_2"),
+        ({"num_attention_heads": 3}, r"num_heads is 3; it must be a multiple of num_kv_heads \(2\)"),
+        ({"target_layer_ids": 5}, "target_layer_ids is 5; it must be a list of integers"),
+        ({"block_size": "7"}, "block_size is '7'; it must be an integer"),
+        ({"dspark_jax": 3}, "dspark_jax is 3; it must be an object of options"),
     ],
 )
 def test_a_draft_checkpoint_that_is_wrong_is_refused_by_name(draft_folder, changes, complaint):
@@ -278,6 +283,15 @@ def test_a_gemma_drafter_is_exported_with_its_targets_config(golden, tmp_path):
         export_for_reference(tmp_path / "d", loaded.drafter, loaded.params, TargetHead(embedding, embedding))
 
 
+def test_a_drafter_that_the_reference_has_no_class_for_is_not_exported(tmp_path):
+    drafter = MTPDrafter(MTPConfig(31, 16, 24, 4, 2, 8, num_target_layers=4))
+    embedding = jnp.zeros((31, 16))
+    with pytest.raises(ValueError, match=r"architectures is \['MTPDraftModel'\]: the reference knows Qwen3DSparkModel"):
+        export_for_reference(tmp_path / "d", drafter, random_params(drafter), TargetHead(embedding, embedding))
+
+
 def test_the_released_drafter_has_a_name():
     spec = TargetSpec(49152, 576, 30, "LlamaForCausalLM")
+    with pytest.raises(ValueError, match="model 'smollm2_dspak' is no file or folder; .* of drafters also smollm2_dspark"):
+        load_drafter("smollm2_dspak", spec)
     assert load_drafter("smollm2_dspark", spec).draft_ids is not None

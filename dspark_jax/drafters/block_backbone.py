@@ -4,7 +4,7 @@ Features of the committed positions are projected once and become keys and value
 own positions see them and each other, in both directions. Context rows are never updated by the layers.
 Three options make it the variant that is deployed with DeepSeek-V4: a window over the context, mixture-of-experts MLPs, and several
 residual streams.
-Two block layouts exist, and a config names its own (FAULTS D3). "anchor_first": G slots, the anchor and G - 1 masks, slot k predicts the
+Two block layouts exist, and a config names its own [D3]. "anchor_first": G slots, the anchor and G - 1 masks, slot k predicts the
 token behind its position, as in the DSpark reference. "anchor_plus_masks": G + 1 slots, the anchor and G masks, every mask predicts
 the token at its own position and the anchor's slot predicts nothing, as in the original DFlash.
 """
@@ -85,6 +85,8 @@ class BackboneConfig:
             raise ValueError(f"layout is {self.layout!r}; allowed: {', '.join(LAYOUTS)}")
         if self.block_size < 1:
             raise ValueError(f"block_size is {self.block_size}; a block drafts at least 1 token")
+        if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads is {self.num_heads}; it must be a multiple of num_kv_heads ({self.num_kv_heads})")
         if self.window is not None and self.window < 1:
             raise ValueError(f"window is {self.window}; it must be at least 1 position, or None for the whole context")
         if self.streams < 1:
@@ -296,7 +298,7 @@ class BlockBackbone(nn.Module):
         )
 
     def cached_hidden(self, embeddings: Float[Array, "R slots D"], cache: KVCache) -> Float[Array, "R G D"]:
-        """Hidden states of one block per request behind its cache. The block's own keys and values are not kept (FAULTS C1)."""
+        """Hidden states of one block per request behind its cache. The block's own keys and values are not kept [C1]."""
         mask = self._visible(kv_cache.key_positions(cache.length - 1, cache.num_slots), cache.length[:, None])
         dtype = embeddings.dtype
         contexts = [

@@ -321,7 +321,7 @@ class ChainNetwork(nn.Module):
     ) -> tuple[Float[Array, "R D"], ChainSteps]:
         """Step `step` (1, 2, ...) of every request's chain, from the output of the step before and the token drafted from it.
 
-        The cache is in the compute dtype. The steps' keys and values are the proposal's own and go with it (FAULTS C1).
+        The cache is in the compute dtype. The steps' keys and values are the proposal's own and go with it [C1].
         """
         residual, own = self._projected(self.feed_back(output)[:, None], embedding[:, None], (state.length - 1 + step)[:, None])
         steps = steps.put(step, own.keys, own.values)

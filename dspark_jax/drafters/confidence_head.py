@@ -12,7 +12,7 @@ class ConfidenceHead(nn.Module):
     """c_k = sigmoid(w . [h_k ; W1[x_{k-1}]] + b) (paper section 3.2); gives the logit, float32.
 
     It reads x_{k-1} and never x_k, so that a policy may act on it before x_k is drawn. `detach` stops its loss from reaching the
-    backbone and W1 (FAULTS E4).
+    backbone and W1 [E4].
     """
 
     width: int
