@@ -1,7 +1,9 @@
 """The platform every test runs on: eight virtual CPU devices, strict dtypes, reproducible properties."""
 
+import gc
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,14 @@ settings.register_profile("dspark", deadline=None, derandomize=True, database=No
 settings.load_profile("dspark")
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget_compiled_programs() -> Iterator[None]:
+    """Every compiled program holds memory mappings, of which Linux allows a process 65,530: a run of all tests came to that and crashed."""
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture(scope="session")
