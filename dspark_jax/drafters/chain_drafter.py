@@ -8,11 +8,11 @@ import jax.numpy as jnp
 
 from dspark_jax.drafters.block_drafter import apply
 from dspark_jax.drafters.chain import ChainConfig, ChainNetwork, ChainState, ChainSteps, chain_targets
+from dspark_jax.drafters.draft_draw import draw_drafts
 from dspark_jax.protocols import Committed, DraftBlock, Sites, TargetHead, TrainBatch
-from dspark_jax.sampling import Noise, Sampling, draw, logit_floor
+from dspark_jax.sampling import Noise, Sampling
 from dspark_jax.sharding import Initialised
 from dspark_jax.typing import Array, Float, Int, Params
-from pallas_kernels.noise import Stream
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,20 +74,9 @@ class ChainDrafter(Initialised):
         def draft_token(carry: tuple[Array, Array, ChainSteps], place: Array) -> tuple[tuple[Array, Array, ChainSteps], tuple]:
             output, token, steps = carry
             output, steps = jax.lax.cond(place > 0, one_more, lambda seed, anchor, none, place: (seed, none), output, token, steps, place)
-            # The floor, the draw and the logits that the verifier reads must come from the same bits, not from three fusions.
-            logits = jax.lax.optimization_barrier(head.logits(apply(self._network, params, output, method="final_norm")))
-            floor = logit_floor(logits, sampling)
-            drawn = draw(
-                logits,
-                floor,
-                sampling.temperature,
-                noise.key,
-                jnp.full((num_rows,), place, jnp.int32),
-                tile_stream=Stream.DRAFT_TILE,
-                id_stream=Stream.DRAFT_ID,
-            )
-            token = drawn.ids if head.draft_ids is None else head.draft_ids[drawn.ids]
-            return (output, token, steps), (token, drawn.log_prob, drawn.log_normaliser, floor, logits)
+            logits = head.logits(apply(self._network, params, output, method="final_norm"))
+            draft = draw_drafts(logits, head, sampling, noise.key, jnp.full((num_rows,), place, jnp.int32))
+            return (output, draft.ids, steps), draft
 
         start = (state.hidden.astype(dtype), anchor, ChainSteps.empty(num_rows, 1, config, dtype))
         with jax.named_scope("draft_tokens"):

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from dspark_jax.drafters.block_drafter import BlockConfig, BlockDrafter, compute_dtype
+from dspark_jax.drafters.draft_draw import draw_drafts
 from dspark_jax.kv_cache import KVCache
 from dspark_jax.protocols import DraftBlock, Sites, TargetHead, TrainBatch
-from dspark_jax.sampling import Noise, Sampling, draw, logit_floor
+from dspark_jax.sampling import Noise, Sampling
 from dspark_jax.typing import Array, Float, Int, Params
-from pallas_kernels.noise import Stream
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,24 +35,12 @@ class DFlashDrafter(BlockDrafter):
         num_rows, block_size = anchor.shape[0], self.block_size
         hidden = self._block_hidden(params, head, state, anchor)
         with jax.named_scope("draft_base_logits"):
-            # The floor, the draw and the logits that the verifier reads must come from the same bits, not from three fusions.
-            logits = jax.lax.optimization_barrier(head.logits(hidden))
+            logits = head.logits(hidden)
         row = jnp.repeat(jnp.arange(num_rows, dtype=jnp.int32), block_size)
         place = jnp.tile(jnp.arange(block_size, dtype=jnp.int32), num_rows)
-        flat, settings = logits.reshape(-1, logits.shape[-1]), sampling.take(row)
         with jax.named_scope("draft_tokens"):
-            floor = logit_floor(flat, settings)
-            drawn = draw(
-                flat,
-                floor,
-                settings.temperature,
-                noise.take(row).key,
-                place,
-                tile_stream=Stream.DRAFT_TILE,
-                id_stream=Stream.DRAFT_ID,
-            )
-        ids = drawn.ids if head.draft_ids is None else head.draft_ids[drawn.ids]
-        ids, log_q, normaliser, floor = (x.reshape(num_rows, block_size) for x in (ids, drawn.log_prob, drawn.log_normaliser, floor))
+            drafts = draw_drafts(logits.reshape(-1, logits.shape[-1]), head, sampling.take(row), noise.take(row).key, place)
+        ids, log_q, normaliser, floor, logits = (x.reshape(num_rows, block_size, *x.shape[1:]) for x in drafts)
         return DraftBlock(ids, log_q, normaliser, floor, None, logits)
 
     def prediction_sites(self, params: Params, head: TargetHead, batch: TrainBatch) -> Sites:

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 
 from dspark_jax.drafters.block_drafter import BlockConfig, BlockDrafter, apply, compute_dtype
 from dspark_jax.drafters.confidence_head import ConfidenceHead
+from dspark_jax.drafters.draft_draw import draw_drafts
 from dspark_jax.drafters.sequential_heads import HEADS
 from dspark_jax.kv_cache import KVCache
 from dspark_jax.moe import MoEConfig
 from dspark_jax.protocols import DraftBlock, Sites, TargetHead, TrainBatch
-from dspark_jax.sampling import Noise, Sampling, draw, logit_floor
+from dspark_jax.sampling import Noise, Sampling
 from dspark_jax.typing import Array, Float, Int, Params
-from pallas_kernels.noise import Stream
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,27 +122,15 @@ class DSparkDrafter(BlockDrafter):
             latent, confidence, head_carry = self._heads_step(params, head_carry, previous, hidden_k)
             if self._markov is not None:
                 corrected = corrected + apply(self._markov, params["markov_head"], latent, method="bias")
-            # The floor, the draw and the logits that the verifier reads must come from the same bits, not from three fusions.
-            corrected = jax.lax.optimization_barrier(corrected)
-            floor = logit_floor(corrected, sampling)
-            draft = draw(
-                corrected,
-                floor,
-                sampling.temperature,
-                noise.key,
-                jnp.full((num_rows,), place, jnp.int32),
-                tile_stream=Stream.DRAFT_TILE,
-                id_stream=Stream.DRAFT_ID,
-            )
-            token = draft.ids if head.draft_ids is None else head.draft_ids[draft.ids]
-            return (token, head_carry), (token, draft.log_prob, draft.log_normaliser, floor, confidence, corrected)
+            draft = draw_drafts(corrected, head, sampling, noise.key, jnp.full((num_rows,), place, jnp.int32))
+            return (draft.ids, head_carry), (draft, confidence)
 
         carry = None if self._markov is None else apply(self._markov, params["markov_head"], hidden[:, 0], method="first_carry")
         # A loop of G steps on the device rather than G copies of its body: a seventh of the program to compile.
         steps = (hidden.swapaxes(0, 1), base.swapaxes(0, 1), jnp.arange(config.block_size, dtype=jnp.int32))
         with jax.named_scope("draft_tokens"):
             _, columns = jax.lax.scan(draft_token, (anchor, carry), steps)
-        ids, log_q, log_normaliser, floor, confidence, logits = jax.tree.map(lambda column: column.swapaxes(0, 1), columns)
+        (ids, log_q, log_normaliser, floor, logits), confidence = jax.tree.map(lambda column: column.swapaxes(0, 1), columns)
         return DraftBlock(ids, log_q, log_normaliser, floor, confidence, logits)
 
     def prediction_sites(self, params: Params, head: TargetHead, batch: TrainBatch) -> Sites:
