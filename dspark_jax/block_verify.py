@@ -22,17 +22,25 @@ from pallas_kernels.noise import Stream, site_key, uniform
 
 
 @typed
+def joint_weights(log_ratio: Float[Array, "*batch G"]) -> Float[Array, "*batch K"]:
+    """w_0..w_G (K = G + 1) from log p_k / q_k: the chance that at least k drafts are kept given drafts 1..k, whatever is drafted behind.
+
+    It is the same at every verified length of at least k, so that w_1 + .. + w_n has the mean of the accepted drafts at length n.
+    """
+    log_weight = [jnp.zeros_like(log_ratio[..., 0])]
+    for k in range(log_ratio.shape[-1]):
+        log_weight.append(jnp.minimum(log_weight[-1] + log_ratio[..., k], 0.0))
+    return jnp.exp(jnp.stack(log_weight, axis=-1))
+
+
+@typed
 def block_outcome_probs(
     p: Float[Array, "K V"], q: Float[Array, "G V"], ids: Int[Array, "G"], length: Int[Array, ""] | int
 ) -> Float[Array, "K V"]:
     """P(num_accepted = a, next id = v | drafts `ids`), a over the rows (K = G + 1); arguments as of `verify.outcome_probs`."""
     p_id = jnp.take_along_axis(p[:-1], ids[:, None], axis=1)[:, 0]
     q_id = jnp.take_along_axis(q, ids[:, None], axis=1)[:, 0]
-    ratio = jnp.where(q_id > 0, p_id / jnp.where(q_id > 0, q_id, 1.0), 0.0)
-    weight = [jnp.ones_like(ratio[0])]
-    for each in ratio:
-        weight.append(jnp.minimum(weight[-1] * each, 1.0))
-    carried = jnp.stack(weight)
+    carried = joint_weights(jnp.log(jnp.where(q_id > 0, p_id / jnp.where(q_id > 0, q_id, 1.0), 0.0)))
     excess = jnp.maximum(carried[:-1, None] * p[:-1] - q, 0.0)
     mass = jnp.sum(excess, axis=1)
     step = jnp.arange(p.shape[0], dtype=jnp.int32)
@@ -80,11 +88,7 @@ def verify_block(
         slot = jnp.clip(jnp.arange(num_flat, dtype=jnp.int32) - first[row], 0, block_size - 1)
         log_p = log_prob_of(target_logits, block.ids[row, slot], floor, temperature, normaliser)[judged_by]
         # Rows of padding may be NaN; of what is not scheduled nothing may reach the numbers of what is.
-        log_ratio = jnp.where(scheduled, log_p - block.log_q, 0.0)
-        log_weight = [jnp.zeros_like(log_ratio[:, 0])]
-        for k in range(block_size):
-            log_weight.append(jnp.minimum(log_weight[-1] + log_ratio[:, k], 0.0))
-        weight = jnp.exp(jnp.stack(log_weight, axis=1))
+        weight = joint_weights(jnp.where(scheduled, log_p - block.log_q, 0.0))
 
         p = probs(target_logits, floor, temperature, normaliser)
         q = draft_probs(block, row, slot, sampling, draft_ids, p.shape[1])

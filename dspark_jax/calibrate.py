@@ -187,7 +187,7 @@ def prefix_confidence(confidence_logits: Float[Array, "R G"]) -> Float[Array, "R
 
 def _confidence_logits(block: DraftBlock) -> Float[Array, "R G"]:
     if block.confidence_logits is None:
-        raise ValueError("confidence_logits is None: this drafter has no confidence head; allowed is ConstantSurvival")
+        raise ValueError("confidence_logits is None: this drafter has neither head nor score; allowed is ConstantSurvival")
     return block.confidence_logits
 
 

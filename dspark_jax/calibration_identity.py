@@ -68,11 +68,12 @@ class CalibratorIdentity:
 def drafter_fingerprint(drafter: Drafter, params: Params, draft_ids: Any | None = None) -> str:
     """SHA-256 (hexadecimal) of a drafter: its kind, its config, its parameters and the ids it can draft.
 
-    Parameters count as bfloat16, in which drafters are stored: a float32 drafter has the fingerprint of its stored copy.
+    Parameters count as bfloat16, in which drafters are stored: a float32 drafter has the fingerprint of its stored copy. Fields of the
+    config count where they are not the default, so that a later version with one more option has the same fingerprint.
     """
     digest = hashlib.sha256()
     config: Any = getattr(drafter, "config", drafter)
-    fields = dataclasses.asdict(config) if dataclasses.is_dataclass(config) and not isinstance(config, type) else {}
+    fields = _chosen_fields(config) if dataclasses.is_dataclass(config) else {}
     digest.update(json.dumps([type(drafter).__name__, fields], sort_keys=True, default=str).encode())
     leaves = [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(params)]
     if draft_ids is not None:
@@ -84,6 +85,15 @@ def drafter_fingerprint(drafter: Drafter, params: Params, draft_ids: Any | None 
         digest.update(f"{name} {values.shape} {values.dtype.name}".encode())
         digest.update(values.tobytes())
     return digest.hexdigest()
+
+
+def _chosen_fields(config: Any) -> dict[str, Any]:
+    chosen = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if value != (field.default if field.default_factory is dataclasses.MISSING else field.default_factory()):
+            chosen[field.name] = _chosen_fields(value) if dataclasses.is_dataclass(value) else value
+    return chosen
 
 
 def check_calibrator(fitted_for: CalibratorIdentity | None, fingerprint: str, sampling: Sampling, verifier: str = "token") -> None:

@@ -158,7 +158,7 @@ class OnlineCalibration:
         """
         logits = block.confidence_logits
         if logits is None:
-            raise ValueError("confidence_logits is None: this drafter has no confidence head; allowed is usual_survival")
+            raise ValueError("confidence_logits is None: this drafter has neither head nor score; allowed is usual_survival")
         if logits.shape[1] != self.prior.shape[1]:
             raise ValueError(
                 f"the block has {logits.shape[1]} drafts; allowed are as many as the state was made for, {self.prior.shape[1]}"

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from dspark_jax.prefix_ranking import admit_top_k, cleaned, rank
-from dspark_jax.step_curve import StepCurve, mean_context
+from dspark_jax.step_curve import CostCurve, StepCurve, mean_context
 from dspark_jax.typing import Array, Bool, Float, Int, typed
 
 NOBODY = -1
@@ -23,7 +23,7 @@ def choose_capacity(
     stale_ids: Int[Array, "R"],
     active: Bool[Array, "R"],
     request_id: Int[Array, "R"],
-    curve: StepCurve,
+    curve: CostCurve,
     constants: tuple[float, ...],
     context: Int[Array, "R"] | None = None,
 ) -> Int[Array, ""]:

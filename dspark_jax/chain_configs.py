@@ -13,6 +13,9 @@ from dspark_jax.drafters.mtp import MTPConfig
 from dspark_jax.layers import GEMMA4_STYLE
 from dspark_jax.model_configs import refuse_unless, required
 
+CHAIN_IN_LAYOUT = IN_LAYOUT - {"confidence_head"}
+"""Neither layout has a field for a confidence head."""
+
 MTP_ARCHITECTURES = ("MTPDraftModel", "Gemma4MTPDraftModel")
 """Layers of Qwen3, and those of Gemma 4's full attention."""
 
@@ -46,7 +49,7 @@ def eagle3_json(config: Eagle3Config, base: Mapping[str, Any] | None = None) -> 
     }
     if config.draft_vocab_size is not None:
         fields["draft_vocab_size"] = config.draft_vocab_size
-    return fields | extension_json(config, IN_LAYOUT | {"step_loss_decay"})
+    return fields | extension_json(config, CHAIN_IN_LAYOUT | {"step_loss_decay"})
 
 
 def mtp_config(config: Mapping[str, Any], origin: Any) -> MTPConfig:
@@ -71,4 +74,4 @@ def mtp_json(config: MTPConfig, base: Mapping[str, Any] | None = None) -> dict[s
     }
     if config.draft_vocab_size is not None:
         fields["draft_vocab_size"] = config.draft_vocab_size
-    return fields | extension_json(config)
+    return fields | extension_json(config, CHAIN_IN_LAYOUT)

@@ -16,6 +16,8 @@ import numpy as np
 from flax import struct
 
 from dspark_jax.block_verify import verify_block
+from dspark_jax.calibration_online import OnlineCalibration
+from dspark_jax.draft_planning import DraftHistory, DraftPlanner
 from dspark_jax.protocols import (
     Committed,
     DraftBlock,
@@ -28,6 +30,7 @@ from dspark_jax.protocols import (
     VerifyPolicy,
     flatten_rounds,
 )
+from dspark_jax.round_stats import RoundStats, Tally
 from dspark_jax.sampling import Noise, Sampling, draw, logit_floor
 from dspark_jax.typing import Array, Bool, Float, Int, Params, UInt32
 from dspark_jax.verify import verify_tokens
@@ -46,6 +49,7 @@ class DecodePlan:
       policy: how many drafts are verified; only read where there is a drafter. What a stateful one remembers is in the state.
       survival: turns the drafter's confidence into the survival that the policy reads.
       verifier: "token": every draft is judged by itself; "block": the block is judged jointly, which keeps at least as many drafts.
+      planner: decides before each round whether the drafter runs at all; None: it always does.
       ladder: ascending numbers N of flat tokens that a verification may run on; None for R x (G + 1) alone.
     """
 
@@ -55,12 +59,17 @@ class DecodePlan:
     survival: SurvivalModel | None = None
     ladder: tuple[int, ...] | None = None
     verifier: Literal["token", "block"] = "token"
+    planner: DraftPlanner | None = None
 
     def __post_init__(self) -> None:
         if self.drafter is not None and (self.policy is None or self.survival is None):
             raise ValueError("policy or survival is None; a plan with a drafter needs both")
         if self.verifier not in VERIFIERS:
             raise ValueError(f"verifier is {self.verifier!r}; allowed: {', '.join(VERIFIERS)}")
+        if self.planner is not None and len(self.planner.constants) != self.block_size:
+            raise ValueError(
+                f"planner has {len(self.planner.constants)} constants; allowed is one per draft, of which there are {self.block_size}"
+            )
         if self.ladder is not None and (not self.ladder or min(self.ladder) < 1 or list(self.ladder) != sorted(set(self.ladder))):
             raise ValueError(f"ladder is {self.ladder}; it must be ascending positive token counts, or None")
 
@@ -135,65 +144,9 @@ class DecodeState:
     target_cache: Any
     drafter_state: Any
     policy_state: Any = None
-
-
-@struct.dataclass
-class RoundStats:
-    """What happened in one round; only the rows that are `active` mean something.
-
-    `emitted` counts tokens after stop and budget cuts; `cut` marks rounds that these shortened.
-    """
-
-    active: Bool[Array, "R"]
-    anchor: Int[Array, "R"]
-    drafts: Int[Array, "R G"]
-    confidence_logits: Float[Array, "R G"]
-    verified: Int[Array, "R"]
-    num_accepted: Int[Array, "R"]
-    next_id: Int[Array, "R"]
-    emitted: Int[Array, "R"]
-    cut: Bool[Array, "R"]
-
-
-@struct.dataclass
-class Tally:
-    """Sums over rounds, per request. Rounds cut short by a stop token or the budget are counted apart.
-
-    Accepted length = emitted / rounds. Conditional acceptance at k = accepted[k] / reached[k].
-
-    Attributes:
-      reached: rounds whose verified length is at least k and that accepted the k - 1 drafts before.
-      accepted: those of them that accepted draft k as well.
-      verified: drafts sent to the target.
-    """
-
-    rounds: Int[Array, "R"]
-    emitted: Int[Array, "R"]
-    cut_rounds: Int[Array, "R"]
-    cut_emitted: Int[Array, "R"]
-    verified: Int[Array, "R"]
-    reached: Int[Array, "R G"]
-    accepted: Int[Array, "R G"]
-
-    @classmethod
-    def zeros(cls, num_rows: int, block_size: int) -> "Tally":
-        row, block = jnp.zeros((num_rows,), jnp.int32), jnp.zeros((num_rows, block_size), jnp.int32)
-        return cls(row, row, row, row, row, block, block)
-
-    def add(self, stats: RoundStats) -> "Tally":
-        """The sums with one more round."""
-        whole = stats.active & ~stats.cut
-        place = jnp.arange(stats.drafts.shape[1], dtype=jnp.int32)
-        reached = whole[:, None] & (place < stats.verified[:, None]) & (place <= stats.num_accepted[:, None])
-        return Tally(
-            rounds=self.rounds + whole.astype(jnp.int32),
-            emitted=self.emitted + jnp.where(whole, stats.emitted, 0),
-            cut_rounds=self.cut_rounds + stats.cut.astype(jnp.int32),
-            cut_emitted=self.cut_emitted + jnp.where(stats.cut, stats.emitted, 0),
-            verified=self.verified + jnp.where(stats.active, stats.verified, 0),
-            reached=self.reached + reached.astype(jnp.int32),
-            accepted=self.accepted + (reached & (place < stats.num_accepted[:, None])).astype(jnp.int32),
-        )
+    draft_history: DraftHistory | None = None
+    deferred: Committed | None = None
+    calibration: OnlineCalibration | None = None
 
 
 def draw_next(logits: Float[Array, "R V"], sampling: Sampling, noise: Noise) -> Int[Array, "R"]:
@@ -237,6 +190,117 @@ def _verify_bucket(
     return verdict, hidden[index], features[index], cache
 
 
+@struct.dataclass
+class _Drafted:
+    """What a round is to verify.
+
+    Attributes:
+      lengths: verified drafts per request; 0 where not active.
+      probe: requests that are verified in full to learn.
+      runs: whether the drafter ran; where not, the block is zeros.
+    """
+
+    block: DraftBlock
+    lengths: Int[Array, "R"]
+    probe: Bool[Array, "R"]
+    runs: Bool[Array, ""]
+
+
+def _draft(
+    plan: DecodePlan, params: DecodeParams, state: DecodeState, anchor: Int[Array, "R"], noise: Noise
+) -> tuple[_Drafted, DecodeState]:
+    """Propose and schedule, where the plan has a drafter and its planner lets it run; gives the state behind it."""
+    active = ~state.finished
+    nobody, nothing = jnp.zeros_like(active), jnp.zeros(active.shape, jnp.int32)
+    drafter, policy, planner = plan.drafter, plan.policy, plan.planner
+    if drafter is None or policy is None or plan.survival is None:
+        return _Drafted(_empty_block(active.shape[0]), nothing, nobody, jnp.bool_(False)), state
+    survival_model = plan.survival if state.calibration is None else state.calibration
+
+    def propose(drafter_state: Any) -> tuple[DraftBlock, Array]:
+        block = drafter.propose(params.drafter, params.draft_head, drafter_state, anchor, noise, state.sampling)
+        return block, survival_model.survival(block, state.sampling.temperature)
+
+    if planner is None:
+        (block, survival), runs, probe = propose(state.drafter_state), jnp.bool_(True), nobody
+    else:
+        history, deferred = state.draft_history, state.deferred
+        if history is None or deferred is None:
+            raise ValueError(
+                "draft_history or deferred is None; a state for a plan with a planner comes from `prefill.start` with that plan"
+            )
+        decision = planner.plan(history, active, state.length, state.request_id, state.seed)
+        runs, probe = decision.draft_length > 0, decision.probe
+
+        def catch_up(drafter_state: Any, deferred: Committed) -> tuple[Any, Committed, tuple[DraftBlock, Array]]:
+            drafter_state, deferred = _flush(drafter, params, drafter_state, deferred)
+            return drafter_state, deferred, propose(drafter_state)
+
+        shapes = jax.eval_shape(propose, state.drafter_state)
+
+        def stand_by(drafter_state: Any, deferred: Committed) -> tuple[Any, Committed, tuple[DraftBlock, Array]]:
+            return drafter_state, deferred, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+        drafter_state, deferred, (block, survival) = jax.lax.cond(runs, catch_up, stand_by, state.drafter_state, deferred)
+        # A block is written as a whole: what is planned beyond whether to draft is left to the policy, which has seen the confidence.
+        shown = jnp.where(runs, plan.block_size, 0)
+        history = planner.observe(history, survival, shown, active, state.request_id)
+        state = dataclasses.replace(state, drafter_state=drafter_state, deferred=deferred, draft_history=history)
+
+    asked = (survival, active & runs, state.length, state.request_id)
+    if isinstance(policy, StatefulPolicy):
+        lengths, policy_state = policy.next_lengths(state.policy_state, *asked)
+        state = dataclasses.replace(state, policy_state=policy_state)
+    else:
+        lengths = policy.lengths(*asked)
+    lengths = jnp.where(probe, plan.block_size, lengths)
+    # A draft that the budget would cut off again is not worth verifying; the budget was fixed before the round.
+    lengths = jnp.where(active, jnp.minimum(lengths, state.limit - state.length - 1), 0)
+    return _Drafted(block, lengths, probe, runs), state
+
+
+def _flush(drafter: Drafter, params: DecodeParams, drafter_state: Any, deferred: Committed) -> tuple[Any, Committed]:
+    """Tell the drafter what was deferred, if anything was."""
+
+    def commit(drafter_state: Any) -> Any:
+        return drafter.commit(params.drafter, params.draft_head, drafter_state, deferred)
+
+    drafter_state = jax.lax.cond(jnp.any(deferred.count > 0), commit, lambda same: same, drafter_state)
+    return drafter_state, dataclasses.replace(deferred, count=jnp.zeros_like(deferred.count))
+
+
+def _commit(
+    plan: DecodePlan, params: DecodeParams, state: DecodeState, committed: Committed, runs: Bool[Array, ""]
+) -> tuple[Any, Committed | None]:
+    """Tell the drafter of a round's tokens: at once behind a drafted round, else once there are as many as such a round may have."""
+    drafter, deferred = plan.drafter, state.deferred
+    if drafter is None:
+        return state.drafter_state, None
+    if plan.planner is None or deferred is None:
+        return drafter.commit(params.drafter, params.draft_head, state.drafter_state, committed), deferred
+
+    def at_once(drafter_state: Any, deferred: Committed) -> tuple[Any, Committed]:
+        return drafter.commit(params.drafter, params.draft_head, drafter_state, committed), deferred
+
+    def later(drafter_state: Any, deferred: Committed) -> tuple[Any, Committed]:
+        rows = jnp.arange(deferred.count.shape[0], dtype=jnp.int32)
+        place = jnp.where(committed.count > 0, deferred.count, plan.block_size + 1)
+
+        def append(kept: Array, new: Array) -> Array:
+            return kept.at[rows, place].set(new[:, 0].astype(kept.dtype), mode="drop")
+
+        deferred = Committed(
+            next_ids=append(deferred.next_ids, committed.next_ids),
+            hidden=append(deferred.hidden, committed.hidden),
+            features=append(deferred.features, committed.features),
+            count=deferred.count + committed.count,
+        )
+        full = jnp.any(deferred.count > plan.block_size)
+        return jax.lax.cond(full, functools.partial(_flush, drafter, params), lambda *same: same, drafter_state, deferred)
+
+    return jax.lax.cond(runs, at_once, later, state.drafter_state, deferred)
+
+
 def decode_round(plan: DecodePlan, params: DecodeParams, state: DecodeState, bucket: int | None = None) -> tuple[DecodeState, RoundStats]:
     """One round of every request that is not finished; each of them emits at least one token.
 
@@ -249,19 +313,8 @@ def decode_round(plan: DecodePlan, params: DecodeParams, state: DecodeState, buc
     active = ~state.finished
     anchor = state.ids[rows, state.length - 1]
     noise = Noise.of_round(state.seed, state.request_id, state.round)
-    if plan.drafter is None or plan.policy is None or plan.survival is None:
-        block, lengths = _empty_block(num_rows), jnp.zeros((num_rows,), jnp.int32)
-    else:
-        block = plan.drafter.propose(params.drafter, params.draft_head, state.drafter_state, anchor, noise, state.sampling)
-        survival = plan.survival.survival(block, state.sampling.temperature)
-        asked = (survival, active, state.length, state.request_id)
-        if isinstance(plan.policy, StatefulPolicy):
-            lengths, policy_state = plan.policy.next_lengths(state.policy_state, *asked)
-            state = dataclasses.replace(state, policy_state=policy_state)
-        else:
-            lengths = plan.policy.lengths(*asked)
-        # A draft that the budget would cut off again is not worth verifying; the budget was fixed before the round.
-        lengths = jnp.where(active, jnp.minimum(lengths, state.limit - state.length - 1), 0)
+    drafted, state = _draft(plan, params, state, anchor, noise)
+    block, lengths = drafted.block, drafted.lengths
 
     verify = functools.partial(_verify_bucket, plan, params, state, block, lengths, noise)
     buckets = plan.buckets(num_rows) if bucket is None else (bucket,)
@@ -282,9 +335,7 @@ def decode_round(plan: DecodePlan, params: DecodeParams, state: DecodeState, buc
     emitted = jnp.where(active, jnp.minimum(emitted, state.limit - state.length), 0)
     length = state.length + emitted
     slot = jnp.where(place < emitted[:, None], state.length[:, None] + place, state.ids.shape[1])
-    drafter_state = state.drafter_state
-    if plan.drafter is not None:
-        drafter_state = plan.drafter.commit(params.drafter, params.draft_head, drafter_state, Committed(chain, hidden, features, emitted))
+    drafter_state, deferred = _commit(plan, params, state, Committed(chain, hidden, features, emitted), drafted.runs)
     stats = RoundStats(
         active=active,
         anchor=anchor,
@@ -295,7 +346,13 @@ def decode_round(plan: DecodePlan, params: DecodeParams, state: DecodeState, buc
         next_id=verdict.next_id,
         emitted=emitted,
         cut=active & (emitted < count),
+        probe=drafted.probe,
+        drafted=drafted.runs,
     )
+    calibration = state.calibration
+    if calibration is not None:
+        judged = (stats.confidence_logits, stats.verified, stats.num_accepted, active & drafted.runs, state.sampling.temperature)
+        calibration = calibration.update(*judged, stats.probe, stats.emitted)
     state = dataclasses.replace(
         state,
         ids=state.ids.at[rows[:, None], slot].set(chain, mode="drop"),
@@ -304,6 +361,8 @@ def decode_round(plan: DecodePlan, params: DecodeParams, state: DecodeState, buc
         round=state.round + active.astype(jnp.int32),
         target_cache=plan.target.roll_back(cache, length - 1),
         drafter_state=drafter_state,
+        deferred=deferred,
+        calibration=calibration,
     )
     return state, stats
 

@@ -1,41 +1,42 @@
 """Whether to draft at all, and how many tokens: decided before the drafter runs, from past rounds alone.
 
 Verifying less saves nothing of what drafting costs. On requests that are hard to predict, and under full load, that cost does not
-come back; then the round is better run without the drafter. What past rounds say is the calibrated survival that they showed:
-every drafted round shows it for all positions, verified or not, so that the average is not censored by the schedule (whether it is
-calibrated is for the calibration to keep up, and needs the outcomes of probe rounds). While nothing is drafted nothing is
-learnt; a small share of probe rounds drafts in full whatever was decided.
+come back; then the round is better run without the drafter. What past rounds say is the calibrated survival that they showed, as it
+was: every drafted round shows it for all positions, verified or not, so that it is not censored by the schedule, and a mean of it
+would hide that a policy verifies the promising drafts of some rounds and requests and leaves out the others. Whether survival
+is calibrated is for the calibration to keep up, which needs outcomes that no schedule has selected. So in a small share of the
+rounds, drawn beforehand, the drafter runs whatever was decided (while nothing is drafted nothing is learnt), and one request,
+drawn as well, is verified in full.
 """
 
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 from flax import struct
 
 from dspark_jax.prefix_ranking import cleaned, rank
-from dspark_jax.step_curve import StepCurve, mean_context
+from dspark_jax.step_curve import CostCurve, mean_context
 from dspark_jax.typing import Array, Bool, Float, Int, UInt32, typed
-from pallas_kernels.noise import Stream, round_key, threefry2x32, uniform
+from pallas_kernels.noise import Stream, round_key, site_key, uniform
 
-# Behind the streams of a request's own draws, and under an id that no request has: probes share no bits with any draw.
-PROBE_STREAM = max(Stream) + 1
+# Under an id that no request has: probes share no bits with any draw.
 NO_REQUEST = 2**31 - 1
+UNKNOWN, NOBODY = -1, -2
 
 
 @struct.dataclass
 class DraftHistory:
-    """What past rounds showed, per slot and position, older rounds weighing less.
+    """The last drafted rounds, the newest first: B of them, R requests each.
 
     Attributes:
-      survival: weighted sum of the survival of the rounds that drafted the position.
-      weight: sum of the weights of those rounds.
-      request_id: whom the slot's numbers are of; -1 for nobody.
+      survival: as the rounds showed it; the planner's constants where there was no round yet.
+      request_id: whose it was; `UNKNOWN` for the constants, `NOBODY` for requests that were not active.
       round: rounds of the batch so far, drafted or not: what the probe's bits are made from.
     """
 
-    survival: Float[Array, "R G"]
-    weight: Float[Array, "R G"]
-    request_id: Int[Array, "R"]
+    survival: Float[Array, "B R G"]
+    request_id: Int[Array, "B R"]
     round: Int[Array, ""]
 
 
@@ -45,68 +46,68 @@ class DraftPlan:
 
     Attributes:
       draft_length: 0..G; 0 leaves the drafter out.
-      is_probe: the round drafts in full to learn; verified in full as well, its outcomes are censored by nothing.
+      probe: the request whose drafts are all to be verified, so that its outcome is censored by nothing; at most one, and then
+        `draft_length` is G.
     """
 
     draft_length: Int[Array, ""]
-    is_probe: Bool[Array, ""]
+    probe: Bool[Array, "R"]
 
 
 @dataclass(frozen=True)
 class DraftPlanner:
-    """The draft length of the best expected throughput of the whole batch.
+    """The draft length that gains most over plain decoding.
 
     One number for the batch, because a drafter's pass is over all requests; which request gets how many of the drafts verified is
     the policy's part. With no drafter in a round its commits may wait: the loop keeps the target's features of the tokens emitted
     since, and commits them in one batch before the next drafted round. What that costs per round is `undrafted_seconds`.
 
+    Seconds are paid for in tokens, at the rate at which plain decoding would have emitted them: at that price drafting pays if, on
+    average over rounds like the last ones, what it adds exceeds what it costs. (A sum of tokens over a sum of seconds is raised by
+    a round whose own ratio is below it, if the round has more tokens than its seconds are worth; means of ratios do not say so.)
+
     Attributes:
       curve: cost of a round; its `draft_seconds` are those of a drafted round whatever its length.
-      constants: survival per position, never rising (one per draft): what is expected of a request before anything is known of it.
+      constants: survival per position, never rising (one per draft): what is expected before anything is known.
       seconds_per_draft: what each drafted position costs more; 0 for drafters that write their block in one pass.
       undrafted_seconds: of a round beside the target's step where nothing is drafted.
-      decay: weight of a drafted round against the one after it, in 0..1.
-      prior_weight: drafted rounds that `constants` count for.
-      probe_share: share of the rounds that are probes, in 0..1.
+      memory: blocks remembered, at least; always whole rounds.
+      foreign: weight of a remembered round none of whose requests is active, against one all of whose are.
+      probe_share: share of the rounds with a probe, in 0..1.
       margin: by how much a round with drafts must promise more than one without: at an even balance nothing flips from round to round.
     """
 
-    curve: StepCurve
+    curve: CostCurve
     constants: tuple[float, ...]
     seconds_per_draft: float = 0.0
     undrafted_seconds: float = 0.0
-    decay: float = 0.95
-    prior_weight: float = 1.0
-    probe_share: float = 0.02
+    memory: int = 64
+    foreign: float = 0.05
+    probe_share: float = 0.005
     margin: float = 0.0
 
     def __post_init__(self) -> None:
         in_order = (1.0, *self.constants, 0.0)
         if not self.constants or any(not later <= earlier for earlier, later in zip(in_order, in_order[1:], strict=False)):
             raise ValueError(f"constants is {self.constants}; allowed are numbers from 1 down to 0 that never rise, one per draft")
-        for name in ("decay", "probe_share"):
+        for name in ("foreign", "probe_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; allowed are numbers from 0 to 1")
         for name in ("seconds_per_draft", "undrafted_seconds", "margin"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} is {getattr(self, name)}; allowed are finite numbers of at least 0")
-        if not 0 < self.prior_weight < float("inf"):
-            raise ValueError(f"prior_weight is {self.prior_weight}; allowed are finite positive numbers")
+        if self.memory < 1:
+            raise ValueError(f"memory is {self.memory}; allowed are integers of at least 1")
 
     def init_history(self, num_rows: int) -> DraftHistory:
         """Nothing seen."""
+        num_rounds = -(-self.memory // num_rows)
+        constants = jnp.asarray(self.constants, jnp.float32)
         return DraftHistory(
-            survival=jnp.zeros((num_rows, len(self.constants)), jnp.float32),
-            weight=jnp.zeros((num_rows, len(self.constants)), jnp.float32),
-            request_id=jnp.full((num_rows,), -1, jnp.int32),
+            survival=jnp.broadcast_to(constants, (num_rounds, num_rows, len(self.constants))),
+            request_id=jnp.full((num_rounds, num_rows), UNKNOWN, jnp.int32),
             round=jnp.int32(0),
         )
-
-    @typed
-    def expected_survival(self, history: DraftHistory, request_id: Int[Array, "R"]) -> Float[Array, "R G"]:
-        """Survival to be expected of every request: what it showed, drawn towards `constants`; these alone for newcomers."""
-        shown, weight = _of_request(history, request_id)
-        return (shown + self.prior_weight * jnp.asarray(self.constants, jnp.float32)) / (weight + self.prior_weight)
 
     @typed
     def plan(
@@ -119,29 +120,46 @@ class DraftPlanner:
     ) -> DraftPlan:
         """How many tokens to draft in the coming round. Reads nothing of that round but who takes part.
 
-        For every draft length d the throughput of the best number of verified tokens among positions 1..d, drafting cost
-        included; the smallest best d is taken, and 0 unless the gain over it exceeds `margin`.
+        Every remembered round is scaled to as many requests as there are now and given the best number of verified tokens for
+        each draft length; rounds count by how many of their requests are still here. The smallest length of the largest gain is
+        taken, and 0 unless the gain exceeds `margin`.
         """
         num_rows, block_size = active.shape[0], len(self.constants)
-        survival = self.expected_survival(history, request_id)
-        position = jnp.arange(block_size, dtype=jnp.int32)
         num_active = jnp.sum(active.astype(jnp.int32))
-        at = mean_context(context, active)
-        rate = self.curve.rates(num_rows * (block_size + 1), at)
+        rate = self.curve.rates(num_rows * (block_size + 1), mean_context(context, active))
         # inf beyond the largest bucket; the drafting of the curve is taken out, to be put in for drafted lengths alone.
         seconds = 1 / rate - self.curve.draft_seconds
-        throughput = []
-        for length in range(block_size + 1):
-            expected = rank(jnp.where(position < length, survival, 0.0), active, request_id).expected_tokens(num_active)
-            tokens = jnp.minimum(num_active + jnp.arange(expected.shape[0], dtype=jnp.int32), rate.shape[0] - 1)
-            rest = self.curve.draft_seconds + length * self.seconds_per_draft if length else self.undrafted_seconds
-            throughput.append(jnp.max(expected / (seconds[tokens] + rest)))
-        plain, best = throughput[0], jnp.argmax(jnp.stack(throughput)).astype(jnp.int32)
-        pays = jnp.stack(throughput)[best] > plain * (1 + self.margin)
+        length = jnp.arange(block_size + 1, dtype=jnp.int32)
+        rest = jnp.where(length > 0, self.curve.draft_seconds + length.astype(jnp.float32) * self.seconds_per_draft, self.undrafted_seconds)
+        plain_seconds = seconds[num_active] + self.undrafted_seconds
+        price = num_active.astype(jnp.float32) / plain_seconds
+
+        def gain(survival: Float[Array, "R G"], was_active: Bool[Array, "R"]) -> Float[Array, "L"]:
+            """Tokens of one round like this one beyond those that its seconds are worth, for every draft length."""
+            ranking = rank(survival, was_active)
+            scale = num_active.astype(jnp.float32) / jnp.maximum(jnp.sum(was_active.astype(jnp.float32)), 1.0)
+            # One ranking for all draft lengths: those that a shorter block does not have are passed over.
+            drafted = ranking.is_candidate & (ranking.position < length[:, None])
+            tokens = jnp.ceil(scale * jnp.cumsum(drafted.astype(jnp.float32), axis=1)).astype(jnp.int32)
+            tokens = jnp.minimum(num_active + tokens, rate.shape[0] - 1)
+            added = scale * jnp.cumsum(jnp.where(drafted, ranking.survival, 0.0), axis=1)
+            return jnp.maximum(jnp.max(added - price * (seconds[tokens] - seconds[num_active]), axis=1), 0.0) - price * rest
+
+        was_active = history.request_id != NOBODY
+        here = jnp.any((history.request_id[:, :, None] == request_id) & active, axis=2)
+        shares = jnp.sum(here.astype(jnp.float32), axis=1) / jnp.maximum(jnp.sum(was_active.astype(jnp.float32), axis=1), 1.0)
+        weight = shares + self.foreign
+        gains = jnp.sum(weight[:, None] * jax.vmap(gain)(history.survival, was_active), axis=0) / jnp.sum(weight)
+        gains = gains - gains[0]
+        best = jnp.argmax(gains).astype(jnp.int32)
+        planned = jnp.where(gains[best] > self.margin * num_active.astype(jnp.float32), best, 0)
         probe_key = round_key(seed, NO_REQUEST, history.round)
-        is_probe = uniform(threefry2x32(probe_key, PROBE_STREAM, 0), 0, 0) < self.probe_share
-        planned = jnp.where(pays, best, 0)
-        return DraftPlan(draft_length=jnp.where(is_probe, jnp.int32(block_size), planned), is_probe=is_probe)
+        is_probe = uniform(site_key(probe_key, Stream.PROBE, 0), 0, 0) < self.probe_share
+        # By the order of ids and not of slots: who is a probe does not depend on where it sits.
+        before = jnp.sum((active & (request_id < request_id[:, None])).astype(jnp.int32), axis=1)
+        drawn = uniform(site_key(probe_key, Stream.PROBE, 1), 0, 0) * num_active.astype(jnp.float32)
+        probe = is_probe & active & (before == drawn.astype(jnp.int32))
+        return DraftPlan(draft_length=jnp.where(is_probe, jnp.int32(block_size), planned), probe=probe)
 
     @typed
     def observe(
@@ -152,19 +170,16 @@ class DraftPlanner:
         active: Bool[Array, "R"],
         request_id: Int[Array, "R"],
     ) -> DraftHistory:
-        """The history with one more round: of positions behind `draft_length`, nothing was seen and nothing is forgotten."""
+        """The history with one more round, if it was drafted. What lies behind `draft_length` is taken to fall as the constants do."""
         position = jnp.arange(survival.shape[1], dtype=jnp.int32)
-        seen = active[:, None] & (position < draft_length)
-        shown, weight = _of_request(history, request_id)
+        shown, usual = cleaned(survival), jnp.asarray(self.constants, jnp.float32)
+        last = jnp.maximum(draft_length - 1, 0)
+        fall = jnp.where(usual[last] > 0, usual / jnp.where(usual[last] > 0, usual[last], 1.0), 0.0)
+        shown = jnp.where(position < draft_length, shown, shown[:, last, None] * fall)
+        ids = jnp.where(active, request_id, NOBODY)
+        drafted = draft_length > 0
         return DraftHistory(
-            survival=jnp.where(seen, self.decay * shown + cleaned(survival), shown),
-            weight=jnp.where(seen, self.decay * weight + 1.0, weight),
-            request_id=request_id,
+            survival=jnp.where(drafted, jnp.concatenate([shown[None], history.survival[:-1]]), history.survival),
+            request_id=jnp.where(drafted, jnp.concatenate([ids[None], history.request_id[:-1]]), history.request_id),
             round=history.round + 1,
         )
-
-
-def _of_request(history: DraftHistory, request_id: Int[Array, "R"]) -> tuple[Float[Array, "R G"], Float[Array, "R G"]]:
-    """Survival and weight of the requests that are now in the slots; zeros of those that were not there before."""
-    known = (history.request_id == request_id)[:, None]
-    return jnp.where(known, history.survival, 0.0), jnp.where(known, history.weight, 0.0)

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax.anchors import read_batch, sample_anchors
-from dspark_jax.calibration_metrics import auc, brier, ece
 from dspark_jax.data import TokenBatch
+from dspark_jax.drafters.draft_scores import score_logits, score_of
 from dspark_jax.losses import DraftLossConfig, LossTerms, draft_loss
 from dspark_jax.protocols import Drafter, Sites, Target, TargetHead, TrainBatch
 from dspark_jax.readout import label_rows
-from dspark_jax.typing import Array, Bool, Float, Int, Params, typed
+from dspark_jax.typing import Array, Bool, Int, Params, typed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +96,8 @@ class TextReading:
       answer_start: absolute position of anchor 0.
       match: [U, A, G], the likeliest draft is the recorded token. While all slots before matched, so did the drafted chain.
       accept: [U, A, G], min(1, q / p) of the recorded token at temperature 1.
-      confidence_logits: [A, G]; None without a confidence head.
+      confidence_logits: [A, G], of the head or of the score that stands in for it, which reads the drafter's own vocabulary; None
+        without either.
 
     U counts draft vocabularies: the drafter's own, then those it was cut to.
     """
@@ -154,7 +155,10 @@ def _read_blocks(
         # Half the time of an argmax on a CPU; the label of an exact tie counts as a match whatever its id.
         matches.append((inside & (logit >= jnp.max(kept, axis=1))).reshape(shape))
         log_qs.append(jnp.where(inside, logit - jax.nn.logsumexp(kept, axis=1), -jnp.inf).reshape(shape))
-    confidence = None if sites.confidence_logits is None else sites.confidence_logits.reshape(shape)
+    confidence, score = sites.confidence_logits, score_of(drafter)
+    if score is not None:
+        confidence = score_logits(logits, score)
+    confidence = None if confidence is None else confidence.reshape(shape)
     return jnp.stack(matches), jnp.stack(log_qs), confidence
 
 
@@ -357,32 +361,25 @@ def walk_texts(readings: Iterable[TextReading], rule: WalkRule) -> WalkTotals:
     return total
 
 
-def confidence_rounds(readings: Iterable[TextReading], rule: WalkRule) -> tuple[np.ndarray, np.ndarray]:
-    """Confidence logits [K, G] of the walked rounds, and prefix labels [K, G] (drafts 1..k were all accepted).
+def confidence_rounds(readings: Iterable[TextReading], rule: WalkRule) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Confidence logits [K, G] of the walked rounds, prefix labels [K, G] (drafts 1..k were all accepted), and the text's row [K].
 
     Rounds nearer to the end of their text than a whole block are left out: every round has a label at every position. Confidence is
     that of the recorded previous tokens: up to the first rejected draft it is what a decoding loop would see, behind it (where
     every label is 0) a loop would read W1 of the rejected draft instead.
 
     Raises:
-      ValueError: the drafter has no confidence head, or no round is whole.
+      ValueError: the drafter has neither a confidence head nor a score, or no round is whole.
     """
-    logits, labels = [], []
+    logits, labels, rows = [], [], []
     for reading in readings:
         if reading.confidence_logits is None:
-            raise ValueError("confidence_logits is None; this drafter has no confidence head to calibrate")
+            raise ValueError("confidence_logits is None; this drafter has no confidence head, and no confidence_score, to calibrate")
         anchors, accepted = _walk(reading, rule)
         inside = anchors + rule.draft_length <= reading.match.shape[1]
         logits.append(reading.confidence_logits[anchors[inside], : rule.draft_length])
         labels.append((np.arange(rule.draft_length) < accepted[inside, None]).astype(np.int32))
+        rows.append(np.full(inside.sum(), reading.row, np.int32))
     if not sum(map(len, labels)):
         raise ValueError("readings give no round with a whole block behind it; longer texts are needed")
-    return np.concatenate(logits), np.concatenate(labels)
-
-
-@typed
-def confidence_metrics(survival: Float[Array, "K G"], prefix_labels: Int[Array, "K G"]) -> dict[str, tuple[float, ...]]:
-    """ECE, Brier score and AUC of predicted survival against what was accepted, per position."""
-    columns = range(survival.shape[1])
-    metrics = {"ece": ece, "brier": brier, "auc": auc}
-    return {name: tuple(float(metric(survival[:, k], prefix_labels[:, k])) for k in columns) for name, metric in metrics.items()}
+    return np.concatenate(logits), np.concatenate(labels), np.concatenate(rows)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 import numpy as np
 
-from dspark_jax.prefix_ranking import best_prefix, cleaned, leading, select_prefix
+from dspark_jax.prefix_ranking import best_prefix, cleaned, leading, rank, select_prefix
 from dspark_jax.step_curve import StepCurve, mean_context
 from dspark_jax.typing import Array, Bool, Float, Int, typed
 
@@ -110,13 +110,15 @@ class Oracle:
 
 @dataclass(frozen=True)
 class ForecastStop:
-    """Admit draft k while going on promises more tokens per second than stopping; every request is judged as if it were alone.
+    """Go down the ranking bucket by bucket while going on promises more tokens per second than stopping.
 
     On a staircase Algorithm 1 stops at the first edge, because one more draft does not pay although three more would. Here going on
-    is judged by the best of all longer prefixes, whose survival is forecast from a_k and from what drafts usually do.
+    from one bucket is judged by the best of all larger ones. What the drafts that would fill them are worth is a forecast: from the
+    survival of the first of them, and from how survival usually falls along the ranking. Every bucket is filled, since its places
+    are paid for. With one request, the ranking is its block.
 
     Attributes:
-      curve: cost of a round; where it has several contexts, each request is judged at its own.
+      curve: cost of a round, at the mean context of the active requests.
       continuation: per position, the chance that a draft is accepted given that those before it were (one per draft, G in all).
     """
 
@@ -131,32 +133,47 @@ class ForecastStop:
     def lengths(
         self, survival: Float[Array, "R G"], active: Bool[Array, "R"], context: Int[Array, "R"], request_id: Int[Array, "R"]
     ) -> Int[Array, "R"]:
-        """The first draft whose going on does not promise more ends the prefix. The decision on k reads a_1..a_k alone.
+        """The first bucket from which going on does not promise more. Whether a draft is in it reads what ranks at or above it.
 
         Raises:
           ValueError: `continuation` is not of length G.
         """
-        block_size = survival.shape[1]
+        num_rows, block_size = survival.shape
         if len(self.continuation) != block_size:
             raise ValueError(
                 f"continuation has {len(self.continuation)} entries; allowed is one per draft, of which there are {block_size}"
             )
-        kept = cleaned(survival)
-        rate = self.curve.rates(block_size + 1, context.astype(jnp.float32))
-        expected = 1 + jnp.cumsum(kept, axis=1)
-        stop = jnp.concatenate([jnp.ones_like(expected[:, :1]), expected[:, :-1]], axis=1) * rate[:, 1:-1]
-        forecast = expected[:, :, None] + kept[:, :, None] * jnp.asarray(self._further_tokens())
-        reachable = jnp.arange(block_size)[:, None] <= jnp.arange(block_size)[None]
-        go = jnp.max(jnp.where(reachable, forecast * rate[:, None, 2:], -jnp.inf), axis=2)
-        return leading(go > stop, active)
+        ranking = rank(survival, active, request_id)
+        num_active = jnp.sum(active.astype(jnp.int32))
+        ladder = jnp.asarray(self.curve.ladder, jnp.int32)
+        rate = self.curve.rates(num_rows * (block_size + 1), mean_context(context, active))
+        rate = jnp.where(ladder >= num_active, rate[jnp.minimum(ladder, rate.shape[0] - 1)], 0.0)
+        # Drafts that each bucket has place for: a bucket's last place is where a round may end.
+        ends = jnp.clip(ladder - num_active, 0, num_active * block_size)
+        expected = ranking.expected_tokens(num_active)[ends]
+        usual = self._usual_fall(num_active, num_rows)
+        total = jnp.concatenate([jnp.zeros((1,), jnp.float32), jnp.cumsum(usual)])[ends]
+        following = jnp.minimum(ends, usual.shape[0] - 1)
+        first = jnp.where(ends < num_active * block_size, ranking.survival[following] / usual[following], 0.0)
+        forecast = expected[:, None] + first[:, None] * (total - total[:, None])
+        larger = ladder > ladder[:, None]
+        promise = jnp.max(jnp.where(larger, forecast * rate, -jnp.inf), axis=1)
+        stops = (ladder >= num_active) & ~(promise > expected * rate)
+        # The largest bucket always stops; where not even that one holds the requests, nothing is verified.
+        chosen = jnp.where(jnp.any(stops), ends[jnp.argmax(stops)], 0)
+        return ranking.lengths(jnp.arange(usual.shape[0]) < chosen, num_rows)
 
-    def _further_tokens(self) -> np.ndarray:
-        """[k, j]: expected tokens of drafts k+1..j given that draft k is accepted."""
-        block_size = len(self.continuation)
-        further = np.zeros((block_size, block_size), np.float32)
-        for k in range(block_size):
-            further[k, k + 1 :] = np.cumsum(np.cumprod(self.continuation[k + 1 :]))
-        return further
+    def _usual_fall(self, num_active: Int[Array, ""], num_rows: int) -> Float[Array, "K"]:
+        """Survival down the ranking of a usual batch: straight lines between the logarithms at the middle of each position's share.
+
+        One block falls from position to position; of many blocks some are promising and some are not, so that their ranking has
+        no steps.
+        """
+        # Hopeless positions keep a trace, so that a ratio to them exists.
+        log_survival = jnp.asarray(np.log(np.maximum(np.cumprod(self.continuation), 1e-6)), jnp.float32)
+        place = jnp.arange(num_rows * len(self.continuation), dtype=jnp.float32) + 0.5
+        position = place / jnp.maximum(num_active, 1).astype(jnp.float32) - 0.5
+        return jnp.exp(jnp.interp(position, jnp.arange(len(self.continuation), dtype=jnp.float32), log_survival))
 
 
 def _batch_rates(curve: StepCurve, survival: Float[Array, "R G"], active: Bool[Array, "R"], context: Int[Array, "R"]) -> Float[Array, "N"]:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dspark_jax.calibration_online import OnlineCalibration
 from dspark_jax.decode import DecodeParams, DecodePlan, DecodeState, draw_next
 from dspark_jax.protocols import Committed, FlatTokens, StatefulPolicy
 from dspark_jax.sampling import Noise, Sampling
@@ -32,6 +33,7 @@ def start(
     max_len: int | None = None,
     prefill_chunk: int = 64,
     cache_dtype: Any = jnp.float32,
+    calibration: OnlineCalibration | None = None,
 ) -> DecodeState:
     """Prefill a batch of prompts of any lengths and draw the first token of each.
 
@@ -41,6 +43,7 @@ def start(
       request_ids: name each request's random bits; 0, 1, ... where absent. Several samples of one prompt need distinct ones.
       max_len: T, positions that the caches hold; the longest prompt with its budget where absent.
       prefill_chunk: prompt tokens per request that one forward pass of the prefill takes.
+      calibration: learns from the rounds and stands in for the plan's survival model; it goes on from what it has seen before.
 
     Raises:
       ValueError: an empty prompt, a token or stop id outside the vocabulary, a budget below 1, a request that does not fit into
@@ -95,8 +98,22 @@ def start(
         target_cache=plan.target.init_cache(num_rows, slots, **sizes),
         policy_state=plan.policy.init_state(num_rows, plan.block_size) if isinstance(plan.policy, StatefulPolicy) else None,
         drafter_state=None if plan.drafter is None else plan.drafter.init_state(num_rows, slots, **sizes),
+        draft_history=None if plan.planner is None else plan.planner.init_history(num_rows),
+        deferred=None if plan.planner is None else _nothing_deferred(plan, params, num_rows),
+        # The state's buffers are given up round by round; the caller keeps its own.
+        calibration=jax.tree.map(jnp.copy, calibration),
     )
     return prefill(plan, params, state, jnp.int32(-(-int(lengths.max()) // chunk)), chunk)
+
+
+def _nothing_deferred(plan: DecodePlan, params: DecodeParams, num_rows: int) -> Committed:
+    width, dtype, places = plan.target.spec.width, params.head.embedding.dtype, (num_rows, plan.block_size + 1)
+    return Committed(
+        next_ids=jnp.zeros(places, jnp.int32),
+        hidden=jnp.zeros((*places, width), dtype),
+        features=jnp.zeros((*places, width * len(plan.taps)), dtype),
+        count=jnp.zeros((num_rows,), jnp.int32),
+    )
 
 
 def _stop_lists(stop_ids: Sequence[int] | Sequence[Sequence[int]], num_rows: int) -> list[list[int]]:

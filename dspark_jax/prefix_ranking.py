@@ -18,11 +18,13 @@ class Ranking:
     Attributes:
       survival: 0 where `is_candidate` is not.
       row: the slot each belongs to.
+      position: of the draft in its block, 0 to G - 1.
       is_candidate: False for places of requests that are not active.
     """
 
     survival: Float[Array, "K"]
     row: Int[Array, "K"]
+    position: Int[Array, "K"]
     is_candidate: Bool[Array, "K"]
 
     def lengths(self, admitted: Bool[Array, "K"], num_rows: int) -> Int[Array, "R"]:
@@ -55,7 +57,7 @@ def rank(survival: Float[Array, "R G"], active: Bool[Array, "R"], request_id: In
     num_rows, block_size = survival.shape
     row = jnp.arange(num_rows, dtype=jnp.int32)
     shape = survival.shape
-    ranked, _, _, ranked_row = lax.sort(
+    ranked, _, position, ranked_row = lax.sort(
         (
             jnp.where(active[:, None], -cleaned(survival), jnp.inf).reshape(-1),
             jnp.broadcast_to((row if request_id is None else request_id)[:, None], shape).reshape(-1),
@@ -65,7 +67,7 @@ def rank(survival: Float[Array, "R G"], active: Bool[Array, "R"], request_id: In
         num_keys=3,
     )
     is_candidate = jnp.isfinite(ranked)
-    return Ranking(survival=jnp.where(is_candidate, -ranked, 0.0), row=ranked_row, is_candidate=is_candidate)
+    return Ranking(jnp.where(is_candidate, -ranked, 0.0), ranked_row, position, is_candidate)
 
 
 @typed

@@ -112,7 +112,7 @@ class DraftBlock:
       log_q: log-probability with which each id was drawn (0 at temperature 0, where q is one-hot).
       log_normaliser: log-sum-exp over the kept entries of `logits / temperature`.
       floor: entries of `logits` below it have probability 0 (-inf where nothing is filtered).
-      confidence_logits: logit of the chance that token k survives given that the tokens before it did; None without a head.
+      confidence_logits: logit of the chance that token k survives given that the tokens before it did; None without a head or score.
       logits: corrected draft logits over the draft vocabulary, before temperature; None where nobody asked for them.
     """
 
@@ -181,7 +181,7 @@ class Sites:
       teacher_index: row of `last_hidden.reshape(B * S, D)` whose logits are the target's distribution of the label.
       weight: loss weight: 0 where unsupervised, else the position's decay.
       step: position k of the site in its block (or training-time-test step), for per-position metrics.
-      confidence_logits: None without a confidence head.
+      confidence_logits: None without a confidence head (a score is read off the logits).
       soft_ce_places: what the soft cross-entropy is divided by where that is not the sum of weights (Eagle3: all B x S positions,
         padding included); static.
     """

@@ -6,13 +6,20 @@ which drafts are admitted (`prefix_ranking`), rules for one round (`policies`), 
 the draft length (`draft_planning`). All names are here.
 """
 
+import itertools
+import operator
+
 from dspark_jax.capacity import CapacityState, CapacityTopK, choose_capacity
 from dspark_jax.draft_planning import DraftHistory, DraftPlan, DraftPlanner
 from dspark_jax.policies import ConfidenceThreshold, FixedLength, ForecastStop, Oracle, PrefixSchedule, SurvivalThreshold
 from dspark_jax.prefix_ranking import admit_top_k, best_prefix, select_prefix
 from dspark_jax.step_curve import CurveWarning, FlatCurveWarning, NonMonotoneCurveWarning, StepCurve
 
+LARGE_BATCH = 64
+"""Requests from which on the capacity of a round is settled before its drafts are."""
+
 __all__ = [
+    "LARGE_BATCH",
     "CapacityState",
     "CapacityTopK",
     "ConfidenceThreshold",
@@ -31,5 +38,29 @@ __all__ = [
     "admit_top_k",
     "best_prefix",
     "choose_capacity",
+    "default_schedule",
     "select_prefix",
 ]
+
+
+def default_schedule(
+    curve: StepCurve, continuation: tuple[float, ...], num_rows: int, undrafted_seconds: float = 0.0
+) -> tuple[ForecastStop | CapacityTopK, DraftPlanner]:
+    """The policy and the planner to use where nothing speaks for others: fields `policy` and `planner` of a `DecodePlan`.
+
+    Forecast stop for small batches. From `LARGE_BATCH` requests on capacity and top-K, which come to the same in throughput
+    (`experiments/results/scheduling.md`), and whose bucket can be known two rounds ahead.
+
+    Args:
+      curve: cost of a round of so many requests; give the plan its `ladder` too.
+      continuation: per position, the chance that a draft is accepted given that those before it were.
+      undrafted_seconds: of a round beside the target's step where nothing is drafted.
+
+    Raises:
+      ValueError: `num_rows` below 1, or a value that policy or planner refuse.
+    """
+    if num_rows < 1:
+        raise ValueError(f"num_rows is {num_rows}; allowed are integers of at least 1")
+    constants = tuple(itertools.accumulate(continuation, operator.mul))
+    planner = DraftPlanner(curve, constants, undrafted_seconds=undrafted_seconds)
+    return (CapacityTopK(curve, constants) if num_rows >= LARGE_BATCH else ForecastStop(curve, continuation)), planner

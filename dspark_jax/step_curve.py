@@ -2,7 +2,9 @@
 
 import math
 import warnings
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,6 +24,25 @@ class FlatCurveWarning(CurveWarning):
 
 class NonMonotoneCurveWarning(CurveWarning):
     """Some bucket costs more than a larger one: rounds that need it are better run in the larger one."""
+
+
+@runtime_checkable
+class CostCurve(Protocol):
+    """What a policy asks of a cost curve: `StepCurve`, or arrays that stand for many of them in an analysis."""
+
+    @property
+    def ladder(self) -> tuple[int, ...]:
+        """Buckets, ascending."""
+        ...
+
+    @property
+    def draft_seconds(self) -> Any:
+        """Of the rest of a round with drafts."""
+        ...
+
+    def rates(self, max_tokens: int, context: Float[Array, "*rows"]) -> Float[Array, "*rows N"]:
+        """Rounds per second on 0..max_tokens tokens at each context."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -157,3 +178,65 @@ def mean_context(context: Int[Array, "R"], active: Bool[Array, "R"]) -> Float[Ar
 
 def _envelope(costs: np.ndarray) -> np.ndarray:
     return np.minimum.accumulate(costs[:, ::-1], axis=1)[:, ::-1]
+
+
+def curve_to_dict(curve: StepCurve) -> dict[str, Any]:
+    """The curve as JSON takes it: every field of `StepCurve` by its name, tuples as lists."""
+    return {
+        "tokens": list(curve.tokens),
+        "context": curve.context,
+        "seconds_per_step": list(curve.seconds_per_step),
+        "longer": [[at, list(costs)] for at, costs in curve.longer],
+        "draft_seconds": curve.draft_seconds,
+    }
+
+
+def curve_from_dict(content: Mapping[str, Any]) -> StepCurve:
+    """The curve that `curve_to_dict` wrote; `draft_seconds`, `context` and `longer` may be absent, as in `StepCurve`.
+
+    Warns as `StepCurve` does.
+
+    Raises:
+      ValueError: a field is missing, unknown, of another kind, or one that `StepCurve` refuses.
+    """
+    known = [field.name for field in fields(StepCurve)]
+    if not isinstance(content, Mapping):
+        raise ValueError(f"curve is {content!r}; allowed is an object with {', '.join(known)}")
+    for name in ("tokens", "seconds_per_step"):
+        if name not in content:
+            raise ValueError(f"{name} is missing; a cost curve needs it")
+    for name in content:
+        if name not in known:
+            raise ValueError(f"{name} is no field of a cost curve; allowed: {', '.join(known)}")
+    longer = content.get("longer", [])
+    if not isinstance(longer, list | tuple) or any(not isinstance(pair, list | tuple) or len(pair) != 2 for pair in longer):
+        raise ValueError(f"longer is {longer!r}; allowed are pairs of a context and its seconds per bucket")
+    return StepCurve(
+        tokens=tuple(_whole(bucket, "tokens") for bucket in _list(content["tokens"], "tokens")),
+        seconds_per_step=_seconds(content["seconds_per_step"], "seconds_per_step"),
+        draft_seconds=_number(content.get("draft_seconds", 0.0), "draft_seconds"),
+        context=_whole(content.get("context", 0), "context"),
+        longer=tuple((_whole(at, "longer"), _seconds(costs, f"longer at context {at}")) for at, costs in longer),
+    )
+
+
+def _list(value: Any, field: str) -> list[Any] | tuple[Any, ...]:
+    if not isinstance(value, list | tuple):
+        raise ValueError(f"{field} is {value!r}; allowed is a list")
+    return value
+
+
+def _seconds(value: Any, field: str) -> tuple[float, ...]:
+    return tuple(_number(each, field) for each in _list(value, field))
+
+
+def _number(value: Any, field: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{field} has {value!r}; allowed are numbers")
+    return float(value)
+
+
+def _whole(value: Any, field: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{field} has {value!r}; allowed are whole numbers")
+    return value

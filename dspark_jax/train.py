@@ -73,6 +73,10 @@ class OptimizerConfig:
         return int(self.warmup_ratio * self.total_steps)
 
 
+Trainable = Literal["all", "confidence_head"]
+TRAINABLES: tuple[Trainable, ...] = ("all", "confidence_head")
+
+
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
     """Everything that one optimizer step depends on.
@@ -83,6 +87,7 @@ class TrainConfig:
       normalise: "global": losses are means over the whole batch, whatever the parts are. "micro": every part is a mean over its
         own sites and the step takes the mean of the parts, as the reference does; short answers then weigh more.
       compute_dtype: dtype that parameters and features are cast to in the forward pass: "float32" or "bfloat16".
+      trainable: "confidence_head" leaves everything else as it is, to the bit, and of the loss only the confidence term stands.
     """
 
     optimizer: OptimizerConfig
@@ -91,14 +96,23 @@ class TrainConfig:
     micro_batches: int = 1
     normalise: Literal["global", "micro"] = "global"
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    trainable: Trainable = "all"
 
     def __post_init__(self) -> None:
         for name in ("num_anchors", "micro_batches"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; at least 1 is needed")
-        for name, allowed in (("normalise", ("global", "micro")), ("compute_dtype", ("float32", "bfloat16"))):
+        choices = {"normalise": ("global", "micro"), "compute_dtype": ("float32", "bfloat16"), "trainable": TRAINABLES}
+        for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: {', '.join(allowed)}")
+        if self.trainable == "confidence_head" and not self.loss.confidence:
+            raise ValueError("confidence is 0.0 in loss; a trainable 'confidence_head' needs a positive weight")
+
+    @property
+    def step_loss(self) -> DraftLossConfig:
+        """`loss` as far as it moves what is trained."""
+        return self.loss if self.trainable == "all" else dataclasses.replace(self.loss, ce=0.0, l1=0.0, soft_ce=0.0)
 
 
 @struct.dataclass
@@ -160,10 +174,27 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
     return optax.GradientTransformation(chain.init, update)
 
 
-def init_train_state(rng: PRNGKeyArray, params: Params, config: OptimizerConfig) -> TrainState:
-    """The state before the first step; parameters become float32 masters, copied, since a step gives its state's arrays away."""
+def _parted(params: Params, trainable: Trainable) -> tuple[Params, Params]:
+    """The parameters that a step moves, and the frozen ones."""
+    if trainable == "all":
+        return params, {}
+    if trainable not in params:
+        raise ValueError(f"trainable is {trainable!r}; the drafter has none: its parameters are {', '.join(sorted(params))}")
+    return {trainable: params[trainable]}, {name: leaf for name, leaf in params.items() if name != trainable}
+
+
+def init_train_state(rng: PRNGKeyArray, params: Params, config: OptimizerConfig, trainable: Trainable = "all") -> TrainState:
+    """The state before the first step; parameters become float32 masters, copied, since a step gives its state's arrays away.
+
+    Args:
+      trainable: as in the `TrainConfig` of the steps; the optimizer has moments of what is trained alone.
+
+    Raises:
+      ValueError: the drafter has no parameters of what is to be trained.
+    """
     masters = jax.tree.map(lambda x: jnp.array(x, jnp.float32), params)
-    return TrainState(step=jnp.zeros((), jnp.int32), params=masters, opt_state=make_optimizer(config).init(masters), rng=jnp.copy(rng))
+    opt_state = make_optimizer(config).init(_parted(masters, trainable)[0])
+    return TrainState(step=jnp.zeros((), jnp.int32), params=masters, opt_state=opt_state, rng=jnp.copy(rng))
 
 
 def _cast(tree: Any, dtype: Any) -> Any:
@@ -206,18 +237,23 @@ class _Objective:
         blank = TrainBatch(ids, loss_mask, features, jnp.zeros((*ids.shape, width), self.dtype), anchors, keep)
         return draft_denominators(self.drafter.prediction_sites(_cast(params, self.dtype), self.head, blank), self.draft_ids)
 
-    def __call__(self, params: Params, batch: TrainBatch, denominators: Any) -> tuple[Array, LossTerms]:
+    def __call__(self, moving: Params, frozen: Params, batch: TrainBatch, denominators: Any) -> tuple[Array, LossTerms]:
+        params = _cast({**moving, **frozen}, self.dtype)
         batch = dataclasses.replace(batch, features=batch.features.astype(self.dtype))
-        return draft_loss(self.drafter, _cast(params, self.dtype), self.head, self.teacher_head, batch, self.config.loss, denominators)
+        return draft_loss(self.drafter, params, self.head, self.teacher_head, batch, self.config.step_loss, denominators)
 
 
 def _gradients(
     objective: _Objective, params: Params, parts: Any, read: Callable[[Any], TrainBatch], denominators: Any
 ) -> tuple[Array, LossTerms, Params]:
-    """Loss, terms and float32 gradients, summed over the parts of a batch; `read` makes each part's batch when its turn comes."""
+    """Loss, terms and float32 gradients, summed over the parts of a batch; `read` makes each part's batch when its turn comes.
+
+    Gradients are of what is trained: nothing is differentiated with respect to the rest.
+    """
+    moving, frozen = _parted(params, objective.config.trainable)
 
     def evaluate(rows: Any) -> tuple[Array, LossTerms, Params]:
-        (loss, terms), gradients = jax.value_and_grad(objective, has_aux=True)(params, read(rows), denominators)
+        (loss, terms), gradients = jax.value_and_grad(objective, has_aux=True)(moving, frozen, read(rows), denominators)
         return loss, terms, gradients
 
     shapes = jax.eval_shape(evaluate, jax.tree.map(lambda x: x[0], parts))
@@ -235,14 +271,15 @@ def _step(
     loss, terms, gradients = _gradients(objective, state.params, parts, read, denominators)
     if config.normalise == "micro":
         loss, gradients = jax.tree.map(lambda x: x / config.micro_batches, (loss, gradients))
-    updates, opt_state = make_optimizer(config.optimizer).update(gradients, state.opt_state, state.params)
-    metrics = loss_metrics(terms, config.loss) | {
+    moving, frozen = _parted(state.params, config.trainable)
+    updates, opt_state = make_optimizer(config.optimizer).update(gradients, state.opt_state, moving)
+    metrics = loss_metrics(terms, config.step_loss) | {
         "loss": loss,
         "grad_norm": _global_norm(gradients),
         "learning_rate": learning_rate(config.optimizer)(state.step),
     }
-    params: Any = optax.apply_updates(cast(Any, state.params), updates)
-    return dataclasses.replace(state, step=state.step + 1, params=params, opt_state=opt_state), metrics
+    moved: Any = optax.apply_updates(cast(Any, moving), updates)
+    return dataclasses.replace(state, step=state.step + 1, params={**moved, **frozen}, opt_state=opt_state), metrics
 
 
 @partial(jax.jit, static_argnames=("target", "drafter", "config"), donate_argnames=("state",))

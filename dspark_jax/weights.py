@@ -20,10 +20,12 @@ import numpy as np
 from jax.sharding import Mesh
 from safetensors.numpy import save_file
 
-from dspark_jax.calibrate import ConstantSurvival, RawSurvival, survival_from_dict
+from dspark_jax.calibrate import ConstantSurvival, RawSurvival, identity_from_dict, survival_from_dict
+from dspark_jax.calibration_identity import CalibratorIdentity, check_calibrator, drafter_fingerprint
 from dspark_jax.chain_configs import eagle3_config, eagle3_json, mtp_config, mtp_json
 from dspark_jax.draft_configs import EXTENSION, GEMMA_FROM_TARGET, block_drafter, block_json
 from dspark_jax.drafters.dflash import DFlashDrafter
+from dspark_jax.drafters.draft_scores import score_of
 from dspark_jax.drafters.dspark import DSparkDrafter
 from dspark_jax.drafters.eagle3 import Eagle3Drafter
 from dspark_jax.drafters.mtp import MTPDrafter
@@ -32,6 +34,7 @@ from dspark_jax.gguf_files import gguf_sources, read_gguf
 from dspark_jax.model_configs import dense_config, dense_config_from_gguf
 from dspark_jax.model_files import locate_model, read_json
 from dspark_jax.protocols import SurvivalModel, TargetHead, TargetSpec
+from dspark_jax.sampling import Sampling
 from dspark_jax.sharding import parameter_shardings
 from dspark_jax.targets.dense import DenseTarget
 from dspark_jax.targets.gemma import GemmaTarget
@@ -132,7 +135,7 @@ class LoadedDrafter:
     config_json: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def survival_model(self, continuation: Sequence[float] | None = None) -> SurvivalModel:
-        """The calibration stored with the drafter, else its confidence as it is, else constants where it has no confidence head.
+        """The calibration stored with the drafter, else its confidence as it is, else constants where it has neither a head nor a score.
 
         Args:
           continuation: for the constants, one per draft: the chance that a draft is accepted given that those before it were;
@@ -141,10 +144,20 @@ class LoadedDrafter:
         stored = {name: value for name, value in (self.survival or {}).items() if name != "continuation"}
         if stored:
             return survival_from_dict(stored)
-        if getattr(self.drafter.config, "confidence_head", False):
+        if getattr(self.drafter.config, "confidence_head", False) or score_of(self.drafter):
             return RawSurvival()
         chances = [USUAL_CONTINUATION] * self.drafter.block_size if continuation is None else continuation
         return ConstantSurvival(tuple(itertools.accumulate(chances, operator.mul)))
+
+    @property
+    def fitted_for(self) -> CalibratorIdentity | None:
+        """What the stored calibration holds for; None where none is stored, or nobody recorded it."""
+        return identity_from_dict(self.survival or {})
+
+    def check_calibration(self, sampling: Sampling, verifier: str = "token") -> None:
+        """`check_calibrator` for the calibration stored with the drafter, to be called once per run; where none is, nothing is checked."""
+        if self.survival:
+            check_calibrator(self.fitted_for, drafter_fingerprint(self.drafter, self.params, self.draft_ids), sampling, verifier)
 
 
 def load_target(model: str | os.PathLike[str], *, mesh: Mesh | None = None, dtype: Any = jnp.float32) -> tuple[Any, Params]:

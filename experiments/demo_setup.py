@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from rich.console import Console
 
+from dspark_jax.calibration_identity import CalibratorWarning
 from dspark_jax.decode import DecodeParams, DecodePlan, DecodeState, step
 from dspark_jax.prefill import start
 from dspark_jax.protocols import Target
@@ -185,6 +186,20 @@ def continuation_of(loaded: LoadedDrafter, temperatures: Sequence[float]) -> tup
     return tuple(round(sum(column) / len(column), 3) for column in zip(*nearest, strict=True))
 
 
+def calibration_notes(loaded: LoadedDrafter, temperatures: Sequence[float]) -> tuple[str, ...]:
+    """What a reader should know of the calibration at these temperatures of the sampler: why the numbers of the schedule need not hold.
+
+    Raises:
+      ValueError: it was fitted for another drafter.
+    """
+    if not loaded.survival:
+        return ("the drafter comes without calibration: survival is its confidence as it is, or a usual value where it has none",)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", CalibratorWarning)
+        loaded.check_calibration(Sampling.make(len(temperatures), temperatures))
+    return tuple(str(warning.message) for warning in caught)
+
+
 def settled(measured: StepProfile, file: Path, key: str, tolerance: float = 0.15) -> StepProfile:
     """The profile that an earlier run stored under `key`, as long as `measured` agrees with it; else `measured`, which is stored.
 
@@ -246,6 +261,8 @@ def prepare(options: DemoOptions, jobs: Sequence[Job], console: Console) -> Prep
         target, target_params = load_target(options.target)
         loaded = load_drafter(options.drafter, target.spec)
         tokenizer = load_tokenizer(options.target)
+    temperatures = sorted({job.temperature for job in jobs})
+    notes = calibration_notes(loaded, temperatures)
     prompts = tuple(encode(tokenizer, job.text) for job in jobs)
     for prompt in prompts:
         check_length(prompt, options.budget, target)
@@ -257,7 +274,6 @@ def prepare(options: DemoOptions, jobs: Sequence[Job], console: Console) -> Prep
         target_params = jax.tree.map(lambda leaf: leaf.astype(choice.dtype), target_params)
         loaded = dataclasses.replace(loaded, params=jax.tree.map(lambda leaf: leaf.astype(choice.dtype), loaded.params))
     params = DecodeParams.of(target, target_params, loaded.params, loaded.draft_ids)
-    temperatures = sorted({job.temperature for job in jobs})
     with stage(console, "measuring what a round costs"):
         measured = profile(
             target,
@@ -277,7 +293,7 @@ def prepare(options: DemoOptions, jobs: Sequence[Job], console: Console) -> Prep
     continuation = continuation_of(loaded, temperatures)
     speculative = DecodePlan(target, loaded.drafter, ForecastStop(curve, continuation), loaded.survival_model(continuation), ladder)
     plain = DecodePlan(target, ladder=(choice.tokens,))
-    notes = tuple(str(warning.message) for warning in caught if len(ladder) > 1)
+    notes += tuple(str(warning.message) for warning in caught if len(ladder) > 1)
     return Prepared(tuple(jobs), prompts, tokenizer, speculative, plain, params, choice, measured, continuation, max_len, notes)
 
 

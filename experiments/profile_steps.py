@@ -16,26 +16,23 @@ import json
 import os
 import platform
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import flax
 import jax
 import jax.numpy as jnp
-import numpy as np
 import tyro
 from rich.console import Console
 from rich.table import Table
 
 from dspark_jax.decode import DecodeParams
-from dspark_jax.protocols import Committed, DraftBlock, Drafter, FlatTokens, Target, TargetHead
-from dspark_jax.sampling import Noise, Sampling, greedy_ids
+from dspark_jax.protocols import Drafter
 from dspark_jax.schedule import StepCurve
-from dspark_jax.typing import Array, Params
+from dspark_jax.typing import Params
 from dspark_jax.weights import load_drafter, load_target
+from experiments.step_timing import has_layers, interleaved, time_by_layer, time_drafting, time_whole_passes
 
 RELEASED_DRAFTER = Path(__file__).resolve().parent.parent / "dspark_jax" / "assets" / "smollm2_dspark"
 
@@ -131,133 +128,6 @@ def device_text() -> str:
     return f"{device['platform']}: {device['kind']}{cores}"
 
 
-@functools.partial(jax.jit, static_argnums=(0, 3), donate_argnums=2)
-def _layer_pass(target: Target, params: Params, cache: Any, taps: tuple[int, ...], tokens: FlatTokens) -> tuple[Array, Any, FlatTokens]:
-    hidden, features, cache = target.forward(params, cache, tokens, taps)
-    # The next layer's pass waits for this one through the ids; two programs that share no array might run at the same time.
-    ids = jnp.where(jnp.isnan(hidden[:, 0] + features.sum(axis=1)), 0, tokens.ids)
-    return hidden, cache, dataclasses.replace(tokens, ids=ids)
-
-
-@jax.jit
-def _head_pass(head: TargetHead, hidden: Array) -> Array:
-    return greedy_ids(head.logits(hidden))
-
-
-@functools.partial(jax.jit, static_argnums=(0, 4), donate_argnums=3)
-def _whole_pass(
-    target: Target, params: Params, head: TargetHead, cache: Any, taps: tuple[int, ...], tokens: FlatTokens
-) -> tuple[Array, Array, Any]:
-    hidden, features, cache = target.forward(params, cache, tokens, taps)
-    return greedy_ids(head.logits(hidden)), features, cache
-
-
-@functools.partial(jax.jit, static_argnums=(0, 6), donate_argnums=3)
-def _draft_pass(
-    drafter: Drafter, params: Params, head: TargetHead, state: Any, anchor: Array, committed: Committed, temperature: float
-) -> tuple[DraftBlock, Any]:
-    # The temperature is a constant here, so that the branches of other temperatures need not be compiled.
-    noise = Noise.of_round(0, jnp.zeros((1,), jnp.int32), jnp.zeros((1,), jnp.int32))
-    block = drafter.propose(params, head, state, anchor, noise, Sampling.make(1, temperature))
-    return block, drafter.commit(params, head, state, committed)
-
-
-def _round_tokens(num_tokens: int, block_size: int, max_len: int) -> FlatTokens:
-    """What one request sends to the target in the middle of its cache: an anchor, the drafts that fit, and padding."""
-    slot = np.minimum(np.arange(num_tokens, dtype=np.int32), block_size)
-    zeros = jnp.asarray(np.zeros_like(slot))
-    valid = jnp.asarray(np.arange(num_tokens) <= block_size)
-    queries_per_row = min(num_tokens, block_size + 1)
-    return FlatTokens(zeros, zeros, jnp.asarray(slot), jnp.asarray(max_len // 2 + slot), valid, queries_per_row)
-
-
-def _interleaved(run: Callable[[int, Any], Any], state: Any, sizes: Sequence[int], repetitions: int) -> dict[int, float]:
-    """Median seconds of `run(size, state) -> state` per size, after one run of each to compile and warm up."""
-    seconds: dict[int, list[float]] = {size: [] for size in sizes}
-    for repetition in range(repetitions + 1):
-        for size in sizes:
-            begin = time.perf_counter()
-            state = jax.block_until_ready(run(size, state))
-            if repetition:
-                seconds[size].append(time.perf_counter() - begin)
-    return {size: median(taken) for size, taken in seconds.items()}
-
-
-def has_layers(target: Any, params: Params) -> bool:
-    """Whether the target is a stack of equal layers that `time_by_layer` can take apart."""
-    layers = getattr(getattr(target, "config", None), "num_layers", 0)
-    return layers > 0 and all(f"layers_{index}" in params for index in range(layers))
-
-
-def time_by_layer(
-    target: Any, params: Params, sizes: Sequence[int], *, block_size: int, max_len: int, repetitions: int = 5
-) -> dict[int, float]:
-    """Seconds of the target's pass per number of flat tokens, one compiled layer being run with the weights of every layer.
-
-    Args:
-      block_size: G; it sets the grid that attention works on.
-      max_len: positions of the cache.
-    """
-    layers = target.config.num_layers
-    one_layer = dataclasses.replace(target, config=dataclasses.replace(target.config, num_layers=1))
-    outside = {name: leaf for name, leaf in params.items() if not name.startswith("layers_")}
-    per_layer = [{**outside, "layers_0": params[f"layers_{index}"]} for index in range(layers)]
-    head = target.head(params)
-
-    def run(size: int, caches: tuple) -> tuple:
-        tokens = _round_tokens(size, block_size, max_len)
-        hidden, used = None, []
-        for layer, cache in zip(per_layer, caches, strict=True):
-            hidden, cache, tokens = _layer_pass(one_layer, layer, cache, (), tokens)
-            used.append(cache)
-        jax.block_until_ready(_head_pass(head, hidden))
-        return tuple(used)
-
-    caches = tuple(one_layer.init_cache(1, max_len) for _ in range(layers))
-    return _interleaved(run, caches, sizes, repetitions)
-
-
-def time_whole_passes(
-    target: Target, params: Params, sizes: Sequence[int], *, taps: tuple[int, ...], block_size: int, max_len: int, repetitions: int = 5
-) -> dict[int, float]:
-    """Seconds of the target's pass per number of flat tokens, the whole target being compiled for each."""
-    head = target.head(params)
-
-    def run(size: int, cache: Any) -> Any:
-        ids, features, cache = _whole_pass(target, params, head, cache, taps, _round_tokens(size, block_size, max_len))
-        jax.block_until_ready((ids, features))
-        return cache
-
-    return _interleaved(run, target.init_cache(1, max_len), sizes, repetitions)
-
-
-def time_drafting(
-    drafter: Drafter, params: Params, head: TargetHead, width: int, *, max_len: int, temperature: float = 0.0, repetitions: int = 5
-) -> float:
-    """Seconds of one proposal and one commit for a single request in the middle of its cache.
-
-    Args:
-      head: the target's, restricted to the draft vocabulary.
-      width: D of the target.
-    """
-    block = drafter.block_size
-    dtype = head.embedding.dtype
-    committed = Committed(
-        next_ids=jnp.zeros((1, block + 1), jnp.int32),
-        hidden=jnp.zeros((1, block + 1, width), dtype),
-        features=jnp.zeros((1, block + 1, width * len(drafter.taps)), dtype),
-        count=jnp.zeros((1,), jnp.int32),
-    )
-    anchor = jnp.zeros((1,), jnp.int32)
-
-    def run(_: int, state: Any) -> Any:
-        drafted, state = _draft_pass(drafter, params, head, state, anchor, committed, temperature)
-        jax.block_until_ready(drafted)
-        return state
-
-    return _interleaved(run, drafter.init_state(1, max_len), (block,), repetitions)[block]
-
-
 def choose_plain(target: Any, params: Params, *, max_len: int, repetitions: int = 3, dtypes: Sequence[str] = ("bfloat16",)) -> PlainChoice:
     """Time one step of plain decoding on one token and padded to two, in the parameters' own dtype and in `dtypes`.
 
@@ -332,7 +202,7 @@ def time_products(shapes: Sequence[tuple[int, int]], rows: Sequence[int], copies
                 for weight in weights:
                     jax.block_until_ready(product(x, weight))
 
-            taken = _interleaved(run, None, rows, repetitions)
+            taken = interleaved(run, None, rows, repetitions)
             found.append({"out": out, "in": inner, "form": name, "seconds": {size: taken[size] / copies for size in rows}})
     return found
 

@@ -4,6 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dspark_jax.calibration_choice import CONSTANT
+from dspark_jax.data import DOMAINS
 from dspark_jax.model_files import require
 
 COMMAND = "python -m experiments.run release"
@@ -76,26 +78,6 @@ def model_card(results: Mapping[str, Any]) -> str:
             for row in compared["compared"]
         ),
     )
-    calibration = _table(
-        ["temperature", "survival", "ECE", "Brier", "AUC", "ECE at 1", f"ECE at {block_size}", "stored"],
-        (
-            (
-                temperature,
-                name,
-                *(f"{report['mean'][name][metric]:.4f}" for metric in ("ece", "brier", "auc")),
-                *(f"{report['per_position'][name]['ece'][place]:.4f}" for place in (0, -1)),
-                "yes" if name == report["kept"] else "as continuation" if name == "constant" else "",
-            )
-            for temperature, report in results["calibration"].items()
-            for name in ("raw", "constant", "calibrated")
-        ),
-    )
-    reports = results["calibration"]
-    rounds = ", ".join(f"{report['rounds_reported']:,} at temperature {temperature}" for temperature, report in reports.items())
-    scaling = "; ".join(f"at {temperature}: {', '.join(map(str, report['temperatures']))}" for temperature, report in reports.items())
-    continuation = "; ".join(
-        f"at {temperature}: {', '.join(f'{chance:.3f}' for chance in report['continuation'])}" for temperature, report in reports.items()
-    )
     return f"""# DSpark drafter for SmolLM2-135M-Instruct
 
 2 layers, Markov rank 64, block of {block_size}, bfloat16, draft vocabulary {cut}.
@@ -151,15 +133,74 @@ Mean over domains and temperatures of the accepted length on the first {first} t
 
 ## Confidence
 
-Fitted after cutting on the first {first} tokens of every second of these answers, reported on the others' (rounds: {rounds}):
-means over positions of survival (drafts 1..k all accepted). ECE has 20 bins.
-Of raw and calibrated, the one with the lower Brier score is stored.
-
-{calibration}
-
-Fitted temperatures per position {scaling}. `survival.json` holds the stored model of each sampler temperature, and under
-`continuation` the chance that a draft is accepted given that those before it were ({continuation}).
+{_calibration_section(results)}
 """
+
+
+def _interval(stored: Mapping[str, Sequence[float | None]], place: int) -> str:
+    value, low, high = (stored[name][place] for name in ("value", "low", "high"))
+    return "-" if value is None else f"{value:.4f} ({low:.4f} to {high:.4f})" if low is not None else f"{value:.4f}"
+
+
+def _mean(stored: Mapping[str, Sequence[float | None]]) -> str:
+    defined = [value for value in stored["value"] if value is not None]
+    return f"{sum(defined) / len(defined):.4f}" if defined else "-"
+
+
+def _calibration_section(results: Mapping[str, Any]) -> str:
+    """What was fitted, how it did, and what is stored."""
+    reports = results["calibration"]
+    table = _table(
+        ["temperature", "survival", "Brier", "Brier less the constant's", "ECE", "ECE at 1", "AUC", "stored"],
+        (
+            (
+                temperature,
+                name.replace("_", " "),
+                _interval(scores["mean_brier"], 0),
+                _interval(scores["brier_over_constant"], 0) if name != CONSTANT else "",
+                _mean(scores["ece"]),
+                _interval(scores["ece"], 0),
+                _mean(scores["auc"]),
+                "yes" if name == report["chosen"] else "",
+            )
+            for temperature, report in reports.items()
+            for name, scores in report["models"].items()
+        ),
+    )
+    rounds = ", ".join(
+        f"{report['rounds_fitted']:,} and {report['rounds']:,} at temperature {temperature}" for temperature, report in reports.items()
+    )
+    any_report = next(iter(reports.values()))
+    fitted, reported = any_report["texts_fitted"], any_report["texts_reported"]
+    verdicts = []
+    for temperature, report in reports.items():
+        if report["chosen"] == CONSTANT:
+            verdicts.append(f"At temperature {temperature} no use of the confidence beat the constant, and the constant is stored.")
+        if report["worse_than_constant"]:
+            worse = " and ".join(name.replace("_", " ") for name in report["worse_than_constant"])
+            verdicts.append(f"At temperature {temperature}, {worse} did worse than the constant.")
+    verdict = " ".join(verdicts) or "No use of the confidence did worse than the constant."
+    scaling = "; ".join(f"at {temperature}: {', '.join(map(str, report['temperatures']))}" for temperature, report in reports.items())
+    continuation = "; ".join(
+        f"at {temperature}: {', '.join(f'{chance:.3f}' for chance in report['continuation'])}" for temperature, report in reports.items()
+    )
+    texts_per_cell = (fitted + reported) // len(DOMAINS)
+    return f"""Of survival (drafts 1..k all accepted), after cutting, on the first {results["first_tokens"]} tokens of held-out answers:
+fitted on {fitted} at each temperature, compared on {reported} others
+(rounds fitted and compared: {rounds}).
+Means over positions; in brackets 95 % intervals, whole answers resampled. ECE has 20 bins.
+The lowest Brier score is stored, chosen on the same answers that it is reported on.
+{verdict}
+By `python -m experiments.run recalibrate --texts-per-cell {texts_per_cell}`;
+every position and reliability diagrams are in `experiments/results/calibration/` of the repository.
+
+{table}
+
+Temperatures per position of the scaled survival {scaling}.
+
+`survival.json` holds the stored model of each temperature of the sampler, and what they were fitted for: this drafter, these temperatures
+without top-k or top-p, verification token by token. Under `continuation` stands the chance that a draft is accepted given that those
+before it were ({continuation})."""
 
 
 def plot_results(results: Mapping[str, Any], path: Path) -> None:
@@ -176,9 +217,9 @@ def plot_results(results: Mapping[str, Any], path: Path) -> None:
         axis.set(title=f"accepted length, temperature {temperature}", xlabel="drafts per round (G)", ylabel="tokens per round")
         axis.legend(title="circles: card; lines: here;\ndotted: released, first tokens", fontsize=8, title_fontsize=8)
     for axis, (temperature, report) in zip(axes[2:], results["calibration"].items(), strict=True):
-        for name in ("raw", "constant", "calibrated"):
-            values = report["per_position"][name]["brier"]
-            axis.plot(range(1, len(values) + 1), values, "o-", label=name)
+        for name, scores in report["models"].items():
+            values = scores["brier"]["value"]
+            axis.plot(range(1, len(values) + 1), values, "o-", label=name.replace("_", " "))
         axis.set(title=f"Brier score of survival, temperature {temperature}", xlabel="position in the block", ylabel="lower is better")
         axis.legend(fontsize=8)
     unfinished = path.with_name(f".{path.name}")

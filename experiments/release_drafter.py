@@ -5,7 +5,6 @@ Everything is measured by teacher-forced walks along recorded answers (`dspark_j
 
 import dataclasses
 import functools
-import json
 import math
 import operator
 import os
@@ -20,58 +19,53 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from dspark_jax.calibrate import (
-    ConstantSurvival,
-    RawSurvival,
-    SurvivalByTemperature,
-    TemperatureScaled,
-    survival_to_dict,
-)
-from dspark_jax.calibration_fit import fit_sequential_temperatures
+from dspark_jax.calibrate import FITTED_FOR, SurvivalByTemperature, survival_to_dict
+from dspark_jax.calibration_choice import CalibratorChoice, choose_calibrator
+from dspark_jax.calibration_fit import fit_calibrators, fit_constant
+from dspark_jax.calibration_identity import CalibratorIdentity, drafter_fingerprint
 from dspark_jax.data import DOMAINS, load_token_sequences
 from dspark_jax.drafters.dspark import DSparkDrafter
 from dspark_jax.evaluate import (
     TextReading,
     WalkRule,
     WalkTotals,
-    confidence_metrics,
     confidence_rounds,
     walk_texts,
 )
 from dspark_jax.model_files import read_json
-from dspark_jax.protocols import DraftBlock, FlatTokens, SurvivalModel
+from dspark_jax.protocols import FlatTokens
 from dspark_jax.sampling import Noise, Sampling
 from dspark_jax.weights import LoadedDrafter, load_drafter, load_target, save_drafter
+from experiments.calibration_report import write_report
+from experiments.profile_steps import write_json
 from experiments.release_card import model_card, plot_results
 from experiments.release_readings import CARD_POOL, CONTEXT, TEMPERATURE_CLASS, Cells, Readings
 
 SHARED = Path("../shared/smollm2")
 ASSET = Path(__file__).resolve().parent.parent / "dspark_jax" / "assets" / "smollm2_dspark"
 RESULTS = Path(__file__).resolve().parent / "results" / "smollm2_evaluation"
+CALIBRATION = RESULTS.parent / "calibration"
 
+CARD_FILE = "MODEL_CARD.md"
 MAX_BYTES = 32 * 10**6
 FIRST_TOKENS = 128
 REFERENCE_LENGTH = 4
 """Drafts per round at which draft vocabularies are compared: the best fixed length on a small CPU."""
-
-GRID = tuple(round(0.1 + 0.05 * step, 2) for step in range(99))
-"""Candidate temperatures of the calibration."""
 
 SEEDS = 8
 """Walks per text at temperature 1, each with uniforms of its own."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Release:
-    """What a release is made from.
+class ReleaseFiles:
+    """What a release reads and writes.
 
     Attributes:
       source: folder of the drafter, with `training_curves.json` beside its weights.
       texts: answered texts, held-out ones among them; `frequent_ids`: all ids by falling frequency.
       texts_per_cell: held-out texts per domain and temperature, spread over the first 128; even, since one half calibrates.
-      pilot_per_cell: of those, so many on which the draft vocabularies are compared.
-      vocabularies: sizes of draft vocabulary to compare with the whole one.
-      draft_vocab_size: take this one of them, whatever is measured; None for the fastest, 0 for the whole.
+      asset: folder of the released drafter.
+      results, calibration: folders for the figures of the drafter, and of its calibration.
       work: where readings are kept.
     """
 
@@ -79,17 +73,50 @@ class Release:
     texts: Path = SHARED / "smollm2_onpolicy_0.npz"
     frequent_ids: Path = SHARED / "frequent_ids.npy"
     texts_per_cell: int = 24
-    pilot_per_cell: int = 4
-    vocabularies: tuple[int, ...] = (8192, 12288, 16384)
-    draft_vocab_size: int | None = None
     target: str = "smollm2"
     asset: Path = ASSET
     results: Path = RESULTS
+    calibration: Path = CALIBRATION
     work: Path = Path("out/release")
 
     def __post_init__(self) -> None:
         if not 2 <= self.texts_per_cell <= CARD_POOL or self.texts_per_cell % 2:
             raise ValueError(f"texts_per_cell is {self.texts_per_cell}; allowed are even numbers from 2 to {CARD_POOL}")
+
+    def open_readings(self, console: Console) -> Readings:
+        """The readings on disk, with the models that make those that are missing.
+
+        Raises:
+          ValueError: files are missing, or the drafter lacks a head that a released one has.
+        """
+        if not self.frequent_ids.is_file():
+            raise ValueError(f"frequent_ids is {self.frequent_ids}; allowed: an existing .npy file with all ids, the most frequent first")
+        target, target_params = load_target(self.target)
+        loaded = load_drafter(self.source, target.spec)
+        heads = (getattr(loaded.drafter.config, name, None) for name in ("markov_rank", "confidence_head"))
+        if not all(heads):
+            raise ValueError(f"source is {self.source}; a released drafter has a Markov head and a confidence head")
+        sequences = load_token_sequences(self.texts, target.spec.vocab_size)
+        by_frequency = np.load(self.frequent_ids).astype(np.int32)
+        return Readings(self.work / "readings", sequences, by_frequency, target, target_params, loaded, console)
+
+
+@dataclasses.dataclass(frozen=True)
+class Release(ReleaseFiles):
+    """What a release is made from.
+
+    Attributes:
+      pilot_per_cell: of the texts, so many on which the draft vocabularies are compared.
+      vocabularies: sizes of draft vocabulary to compare with the whole one.
+      draft_vocab_size: take this one of them, whatever is measured; None for the fastest, 0 for the whole.
+    """
+
+    pilot_per_cell: int = 4
+    vocabularies: tuple[int, ...] = (8192, 12288, 16384)
+    draft_vocab_size: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if not 1 <= self.pilot_per_cell <= self.texts_per_cell:
             raise ValueError(f"pilot_per_cell is {self.pilot_per_cell}; allowed: 1 to texts_per_cell {self.texts_per_cell}")
         if self.draft_vocab_size not in (None, 0, *self.vocabularies):
@@ -188,17 +215,23 @@ def _cell_name(cell: tuple[int, int]) -> str:
     return f"{DOMAINS[cell[0]]} at {cell[1]}"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Calibration:
-    """Survival models of one temperature, and how they did on the texts that they were not fitted on."""
+    """What was fitted at one temperature.
 
-    survival: SurvivalModel
-    constant: ConstantSurvival
+    Attributes:
+      choice: the survival model that is kept, and how all of them did on the texts that they were not fitted on.
+      continuation: in the fitted rounds, the share of drafts at each position that were accepted, given that those before it were.
+      report: figures as JSON values, for the card.
+    """
+
+    choice: CalibratorChoice
+    continuation: tuple[float, ...]
     report: dict[str, Any]
 
 
 def calibrate(cells: Cells, temperature: int, vocabulary: int, block_size: int) -> Calibration:
-    """Fit on every second text of each domain, report on the others [F5]; of raw and scaled, the lower Brier score is kept.
+    """Fit every survival model on every second text of each domain, and keep the one of the lowest Brier score on the others [F5].
 
     On the first tokens of the answers alone: loops would make the drafter look surer of itself than it is on fresh text.
     """
@@ -207,38 +240,52 @@ def calibrate(cells: Cells, temperature: int, vocabulary: int, block_size: int) 
         if at == temperature:
             for half in (0, 1):
                 halves[half] += readings[half::2]
+    seeds = range(SEEDS if temperature else 1)
+    rules = [WalkRule(temperature, block_size, vocabulary, first_tokens=FIRST_TOKENS, seed=seed) for seed in seeds]
     data = []
     for half in halves:
-        seeds = range(SEEDS if temperature else 1)
-        rules = [WalkRule(temperature, block_size, vocabulary, first_tokens=FIRST_TOKENS, seed=seed) for seed in seeds]
         parts = [confidence_rounds(half, rule) for rule in rules]
-        data.append(tuple(jnp.asarray(np.concatenate(part)) for part in zip(*parts, strict=True)))
-    (logits, labels), (other_logits, other_labels) = data
-    temperatures, _ = fit_sequential_temperatures(logits, labels, jnp.asarray(GRID, jnp.float32))
-    constant = ConstantSurvival(tuple(round(float(share), 4) for share in labels.astype(jnp.float32).mean(axis=0)))
-    scaled = TemperatureScaled(tuple(round(float(value), 2) for value in temperatures))
-    models: dict[str, SurvivalModel] = {"raw": RawSurvival(), "constant": constant, "calibrated": scaled}
-    metrics = {}
-    for name, model in models.items():
-        zeros = jnp.zeros(other_logits.shape, jnp.float32)
-        block = DraftBlock(zeros.astype(jnp.int32), zeros, zeros, zeros, other_logits, None)
-        survival = model.survival(block, jnp.full(other_logits.shape[:1], float(temperature)))
-        metrics[name] = confidence_metrics(survival, other_labels)
-    mean = {name: {metric: float(np.mean(values)) for metric, values in of.items()} for name, of in metrics.items()}
-    kept = min(("raw", "calibrated"), key=lambda name: mean[name]["brier"])
+        data.append([jnp.asarray(np.concatenate(part)) for part in zip(*parts, strict=True)])
+    (logits, labels, _), (other_logits, other_labels, other_texts) = data
+    models = fit_calibrators(logits, labels)
+    continuation = tuple(round(chance, 6) for chance in fit_constant(labels).continuation)
+    choice = choose_calibrator(models, other_logits, other_labels, float(temperature), other_texts)
+    scores = choice.report()
+    for of_model in scores["models"].values():
+        del of_model["reliability"]  # It has a file of its own.
     report = {
         "texts_fitted": len(halves[0]),
         "texts_reported": len(halves[1]),
         "rounds_fitted": len(logits),
-        "rounds_reported": len(other_logits),
-        "temperatures": list(scaled.temperatures),
-        "constant": list(constant.per_position),
-        "continuation": list(constant.continuation),
-        "per_position": metrics,
-        "mean": mean,
-        "kept": kept,
+        "temperatures": survival_to_dict(models["temperature_scaled"])["temperatures"],
+        "continuation": list(continuation),
+        **scores,
     }
-    return Calibration(models[kept], constant, report)
+    return Calibration(choice, continuation, report)
+
+
+def stored_survival(calibrations: Mapping[int, Calibration], fingerprint: str) -> dict[str, Any]:
+    """What `survival.json` holds: the kept model of each temperature of the sampler, what they were fitted for, and constants."""
+    at = tuple(float(temperature) for temperature in calibrations)
+    model = SurvivalByTemperature(at, tuple(each.choice.model for each in calibrations.values()))
+    usual = {str(temperature): list(each.continuation) for temperature, each in zip(at, calibrations.values(), strict=True)}
+    return {**survival_to_dict(model, CalibratorIdentity(fingerprint, at)), "continuation": usual}
+
+
+def write_results(
+    files: ReleaseFiles, results: Mapping[str, Any], calibrations: Mapping[int, Calibration], survival: Mapping[str, Any]
+) -> None:
+    """The figures of a release and of its calibration, each whole or not at all."""
+    write_json(files.results / "results.json", results)
+    plot_results(results, files.results / "evaluation.png")
+    summary = {
+        "texts_per_cell": files.texts_per_cell,
+        "first_tokens": FIRST_TOKENS,
+        "walks_at_temperature_1": SEEDS,
+        "fitted_for": survival[FITTED_FOR],
+        "by_temperature": results["calibration"],
+    }
+    write_report(files.calibration, {temperature: each.choice for temperature, each in calibrations.items()}, summary)
 
 
 def evaluate_cell(readings: Sequence[TextReading], temperature: int, block_size: int, card: Mapping[str, Any]) -> dict[str, Any]:
@@ -277,7 +324,7 @@ def write_asset(release: Release, loaded: LoadedDrafter, draft_ids: jax.Array | 
     with tempfile.TemporaryDirectory(dir=release.asset.parent, prefix=".release") as scratch:
         new = Path(scratch) / "new"
         save_drafter(new, drafter, params, draft_ids=draft_ids, survival=survival)
-        (new / "MODEL_CARD.md").write_text(card, encoding="utf-8")
+        (new / CARD_FILE).write_text(card, encoding="utf-8")
         for file in new.iterdir():
             file.chmod(0o644)
         size = sum(file.stat().st_size for file in new.iterdir())
@@ -299,16 +346,8 @@ def release_drafter(release: Release, console: Console | None = None) -> dict[st
     """Measure, choose, cut, calibrate and write; gives the figures that were written."""
     console = console or Console()
     curves = read_json(release.source, "training_curves.json")["a"]
-    if not release.frequent_ids.is_file():
-        raise ValueError(f"frequent_ids is {release.frequent_ids}; allowed: an existing .npy file with all ids, the most frequent first")
-    target, target_params = load_target(release.target)
-    loaded = load_drafter(release.source, target.spec)
-    heads = (getattr(loaded.drafter.config, name, None) for name in ("markov_rank", "confidence_head"))
-    if not all(heads):
-        raise ValueError(f"source is {release.source}; a released drafter has a Markov head and a confidence head")
-    sequences = load_token_sequences(release.texts, target.spec.vocab_size)
-    by_frequency = np.load(release.frequent_ids).astype(np.int32)
-    readings = Readings(release.work / "readings", sequences, by_frequency, target, target_params, loaded, console)
+    readings = release.open_readings(console)
+    loaded = readings.loaded
     block_size = loaded.drafter.block_size
 
     seconds = measure_times(readings, release.vocabularies)
@@ -336,15 +375,10 @@ def release_drafter(release: Release, console: Console | None = None) -> dict[st
     }
     calibrations = {temperature: calibrate(cells, temperature, 1, block_size) for temperature in TEMPERATURE_CLASS}
     results["calibration"] = {str(temperature): each.report for temperature, each in calibrations.items()}
-    at = tuple(float(temperature) for temperature in calibrations)
-    survival = survival_to_dict(SurvivalByTemperature(at, tuple(each.survival for each in calibrations.values())))
-    survival["continuation"] = {str(t): list(each.constant.continuation) for t, each in zip(at, calibrations.values(), strict=True)}
     draft_ids = readings.cut(chosen) if chosen else None
+    fingerprint = drafter_fingerprint(*cut_drafter(loaded, draft_ids), draft_ids)
+    survival = stored_survival(calibrations, fingerprint)
     size = write_asset(release, loaded, draft_ids, survival, model_card(results))
-    release.results.mkdir(parents=True, exist_ok=True)
-    unfinished = release.results / "results.json.unfinished"
-    unfinished.write_text(json.dumps(results, indent=1) + "\n")
-    unfinished.replace(release.results / "results.json")
-    plot_results(results, release.results / "evaluation.png")
-    console.print(f"wrote {release.asset} ({size / 1e6:.1f} MB) and {release.results}")
+    write_results(release, results, calibrations, survival)
+    console.print(f"wrote {release.asset} ({size / 1e6:.1f} MB), {release.results} and {release.calibration}")
     return results

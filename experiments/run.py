@@ -7,11 +7,14 @@ from typing import Annotated
 
 import tyro
 
+from experiments.add_confidence import AddConfidence, add_confidence
+from experiments.calibration_report import CalibrationSpeed, time_calibration
 from experiments.card_agreement import Agreement, compare_with_card
 from experiments.convert import export_model, import_model
 from experiments.plot_training import plot_training
 from experiments.presets import PRESETS
-from experiments.release_drafter import Release, release_drafter
+from experiments.recalibrate import recalibrate
+from experiments.release_drafter import Release, ReleaseFiles, release_drafter
 from experiments.train_drafter import train
 from experiments.write_texts import WriteTexts, summary, write_texts
 
@@ -37,9 +40,24 @@ def train_command(
     train(run)
 
 
+def add_confidence_command(options: Annotated[AddConfidence, tyro.conf.OmitArgPrefixes]) -> None:
+    """Train a confidence head onto a drafter that has none; the drafter stays as it is."""
+    add_confidence(options)
+
+
 def release_command(release: Annotated[Release, tyro.conf.OmitArgPrefixes]) -> None:
     """Measure a trained drafter, cut its draft vocabulary, calibrate its confidence and write it with its model card."""
     release_drafter(release)
+
+
+def recalibrate_command(files: Annotated[ReleaseFiles, tyro.conf.OmitArgPrefixes]) -> None:
+    """Fit the released drafter's calibration anew and choose it on held-out answers; the weights stay as they are."""
+    recalibrate(files)
+
+
+def calibration_speed_command(options: Annotated[CalibrationSpeed, tyro.conf.OmitArgPrefixes]) -> None:
+    """Time the fit of sequential temperature scaling."""
+    time_calibration(options)
 
 
 def texts_command(config: Annotated[WriteTexts, tyro.conf.OmitArgPrefixes]) -> None:
@@ -75,9 +93,12 @@ def main() -> int:
     commands = {
         "texts": texts_command,
         "train": train_command,
+        "add-confidence": add_confidence_command,
         "plot": plot_command,
         "agreement": agreement_command,
         "release": release_command,
+        "recalibrate": recalibrate_command,
+        "calibration-speed": calibration_speed_command,
         "import": import_command,
         "export": export_command,
     }

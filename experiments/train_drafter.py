@@ -13,18 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from dspark_jax.calibration_identity import drafter_fingerprint
 from dspark_jax.checkpoint import restore_checkpoint, save_checkpoint
 from dspark_jax.data import TokenBatch, TokenBatches, TokenSequences, load_token_sequences
-from dspark_jax.drafters.dspark import DSparkConfig, DSparkDrafter
+from dspark_jax.drafters.dspark import DSparkDrafter
 from dspark_jax.evaluate import AnchorEstimate, estimate_at_anchors
-from dspark_jax.protocols import Target
+from dspark_jax.protocols import Drafter, Target
 from dspark_jax.train import TrainConfig, TrainState, init_train_state, require_finite, train_step
 from dspark_jax.typing import Params
-from dspark_jax.weights import load_target, save_drafter
+from dspark_jax.weights import LoadedDrafter, load_target, save_drafter
 
 HELD_OUT_KINDS = {"greedy": 0, "sampled": 2}
 """Classes of `TokenSequences.temperature` that the two held-out figures are taken on."""
@@ -37,7 +39,7 @@ class TrainRun:
     Attributes:
       target: folder, GGUF file or name of the frozen target.
       data: .npz files of answered texts (`dspark_jax.data.TokenSequences`).
-      drafter: sizes of the drafter.
+      drafter: config of the drafter: a `DSparkConfig`, or that of the drafter to go on from.
       train: the optimizer step.
       out: the run's folder.
       batch_size: sequences a step.
@@ -53,7 +55,7 @@ class TrainRun:
 
     target: str
     data: tuple[Path, ...]
-    drafter: DSparkConfig
+    drafter: Any
     train: TrainConfig
     out: Path
     batch_size: int = 64
@@ -95,10 +97,10 @@ def held_out_batches(sequences: TokenSequences, length: int, batch_size: int) ->
 
 
 def _estimate(
-    run: TrainRun, target: Target, drafter: DSparkDrafter, target_params: Params, params: Params, texts: TokenSequences
+    run: TrainRun, target: Target, drafter: Drafter, target_params: Params, params: Params, texts: TokenSequences, draft_ids: Any
 ) -> AnchorEstimate:
     batches = held_out_batches(texts, run.lengths[-1], min(8, len(texts)))
-    return estimate_at_anchors(target, drafter, target_params, params, batches, run.held_out_anchors, seed=run.seed)
+    return estimate_at_anchors(target, drafter, target_params, params, batches, run.held_out_anchors, seed=run.seed, draft_ids=draft_ids)
 
 
 def _append(path: Path, record: Mapping[str, Any]) -> None:
@@ -119,8 +121,11 @@ def _rounded(metrics: Mapping[str, Any]) -> dict[str, Any]:
     return {name: np.round(np.asarray(value, np.float64), 6).tolist() for name, value in metrics.items()}
 
 
-def train(run: TrainRun, console: Console | None = None) -> TrainState:
+def train(run: TrainRun, console: Console | None = None, given: LoadedDrafter | None = None) -> TrainState:
     """Run to `stop_step` and return the last state.
+
+    Args:
+      given: the drafter to go on from, written in the dtype that it came in; None for a DSpark with random parameters.
 
     Raises:
       ValueError: the folder holds a run with another configuration, or a field of `run` does not fit the data or the target.
@@ -128,12 +133,15 @@ def train(run: TrainRun, console: Console | None = None) -> TrainState:
     console = console or Console()
     run.out.mkdir(parents=True, exist_ok=True)
     config = as_json(dataclasses.replace(run, stop_step=None, held_out_steps=(), out=Path("."), checkpoint_every=1))
+    if given is not None:
+        config["given"] = drafter_fingerprint(given.drafter, given.params, given.draft_ids)
     config_file = run.out / "config.json"
     if config_file.exists() and json.loads(config_file.read_text()) != config:
         raise ValueError(f"out is {run.out}; it holds a run with another configuration: choose another folder or remove it")
 
     target, target_params = load_target(run.target)
-    drafter = DSparkDrafter(run.drafter)
+    drafter = DSparkDrafter(run.drafter) if given is None else given.drafter
+    draft_ids = None if given is None else given.draft_ids
     texts = load_token_sequences(run.data, target.spec.vocab_size)
     held_out = {
         name: spread(texts.select((texts.heldout == 1) & (texts.temperature == kind)), run.held_out_sequences // 2)
@@ -143,7 +151,8 @@ def train(run: TrainRun, console: Console | None = None) -> TrainState:
     # Only a run that can start leaves its configuration behind.
     config_file.write_text(json.dumps(config, indent=1) + "\n")
     params_rng, anchor_rng = jax.random.split(jax.random.key(run.seed))
-    state = init_train_state(anchor_rng, drafter.init(params_rng), run.train.optimizer)
+    params = drafter.init(params_rng) if given is None else given.params
+    state = init_train_state(anchor_rng, params, run.train.optimizer, run.train.trainable)
     position = None
     checkpoint = restore_checkpoint(run.out / "checkpoints", state)
     if checkpoint is not None:
@@ -170,7 +179,7 @@ def train(run: TrainRun, console: Console | None = None) -> TrainState:
         while int(state.step) < last:
             batch, position = next(batches)
             begin = time.perf_counter()
-            state, metrics = train_step(target, drafter, run.train, state, target_params, batch.ids, batch.loss_mask)
+            state, metrics = train_step(target, drafter, run.train, state, target_params, batch.ids, batch.loss_mask, draft_ids)
             metrics = jax.device_get(metrics)
             seconds = time.perf_counter() - begin
             step = int(state.step)
@@ -187,11 +196,14 @@ def train(run: TrainRun, console: Console | None = None) -> TrainState:
             if step % run.checkpoint_every == 0 or step == last:
                 save_checkpoint(run.out / "checkpoints", step, state, position, config)
             if step in run.held_out_steps or step == last:
-                estimates = {name: _estimate(run, target, drafter, target_params, state.params, texts) for name, texts in held_out.items()}
+                models = (target, drafter, target_params, state.params)
+                estimates = {name: _estimate(run, *models, texts, draft_ids) for name, texts in held_out.items()}
                 record = {name: dataclasses.asdict(estimate) for name, estimate in estimates.items()}
                 _append(held_out_file, {"step": step, "anchors": anchors} | record)
                 greedy, sampled = estimates["greedy"].accepted_length_greedy, estimates["sampled"].accepted_length_sampled
                 note = f"accepted length {greedy:.3f} at temperature 0, {sampled:.3f} at 1"
                 console.print(f"held out after {step} steps, {anchors / 1e6:.2f} M anchors: {note}")
-    save_drafter(run.out / "drafter", drafter, state.params)
+    fields = {"dtype": "bfloat16"} if given is None else given.config_json
+    dtype = jnp.dtype(fields.get("dtype") or fields.get("torch_dtype") or "float32")
+    save_drafter(run.out / "drafter", drafter, state.params, config_json=fields, draft_ids=draft_ids, dtype=dtype)
     return state

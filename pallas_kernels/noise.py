@@ -23,13 +23,17 @@ _PARITY = 0x1BD11BDA
 
 
 class Stream(enum.IntEnum):
-    """What a random number is for. The two levels of a draw (tile, then id in the tile) have a stream each."""
+    """What a random number is for. The two levels of a draw (tile, then id in the tile) have a stream each.
+
+    `PROBE` chooses rounds, and requests in them, that are verified in full to learn from; it decides about no token.
+    """
 
     DRAFT_TILE = 0
     DRAFT_ID = 1
     ACCEPT = 2
     RESIDUAL_TILE = 3
     RESIDUAL_ID = 4
+    PROBE = 5
 
 
 def threefry2x32(key: Key, counter_0: jax.Array | int, counter_1: jax.Array | int) -> tuple[jax.Array, jax.Array]:

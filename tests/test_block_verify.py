@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dspark_jax.block_verify import block_outcome_probs
+from dspark_jax.block_verify import block_outcome_probs, joint_weights
 from dspark_jax.verify import outcome_probs
 
 V, G = 5, 3
@@ -71,6 +71,22 @@ def test_at_least_as_many_drafts_are_accepted_as_token_by_token(seed, record_pro
     record_property("accepted_by_block", by_block.tolist())
     np.testing.assert_allclose(by_block[:2], by_token[:2], atol=1e-5)
     assert np.all(by_block[2:] > by_token[2:] + 1e-3)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_weights_are_the_chances_to_keep_so_many_drafts(seed):
+    """P(num_accepted >= k | drafts 1..k), averaged over the drafts behind, is w_k at every verified length of at least k."""
+    p, q = _case(seed)
+    q_id, p_id = (np.take_along_axis(law[:, :G], EVERY_BLOCK[:, :, None], axis=2)[:, :, 0] for law in (q, p))
+    weight = np.asarray(joint_weights(jnp.log(jnp.asarray(p_id / q_id))))
+    assert np.all(weight[:, 0] == 1)
+    arguments = (p, q, EVERY_BLOCK.astype(np.int32), jnp.arange(G + 1, dtype=jnp.int32))
+    kept = np.asarray(_tables(block_outcome_probs)(*arguments)).sum(axis=3)
+    for k in range(1, G + 1):
+        behind = q_id[:, k:].prod(axis=1).reshape(V**k, -1)
+        for length in range(k, G + 1):
+            at_least = (kept[:, length, k:].sum(axis=1).reshape(V**k, -1) * behind).sum(axis=1)
+            np.testing.assert_allclose(at_least, weight[:: V ** (G - k), k], atol=1e-5)
 
 
 def test_one_hot_rows_are_verified_alike_by_both():

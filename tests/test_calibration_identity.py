@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import types
 import warnings
 
 import jax
@@ -78,6 +79,22 @@ def test_the_fingerprint_is_that_of_the_stored_drafter_and_of_no_other(golden, t
         drafter_fingerprint(loaded.drafter, loaded.params, jnp.arange(1, 6, dtype=jnp.int32)),
     }
     assert len(others | {mark}) == 5
+
+
+def test_an_option_that_a_later_version_adds_changes_no_fingerprint():
+    """At its default, that is; a config inside a config counts in the same way."""
+    inner = dataclasses.make_dataclass("Inner", [("width", int), ("bias", bool, False)], frozen=True)
+    later_inner = dataclasses.make_dataclass("Inner", [("width", int), ("bias", bool, False), ("scale", float, 1.0)], frozen=True)
+    config = dataclasses.make_dataclass("Config", [("size", int), ("experts", object, None)], frozen=True)
+    later = dataclasses.make_dataclass("Config", [("size", int), ("experts", object, None), ("score", object, None)], frozen=True)
+    marks = [
+        drafter_fingerprint(types.SimpleNamespace(config=each), {})  # pyright: ignore[reportArgumentType]
+        for each in (
+            *(config(3, inner(4)), later(3, later_inner(4))),
+            *(later(3, later_inner(4), "entropy"), later(3, later_inner(4, scale=2.0)), later(4, later_inner(4)), config(3)),
+        )
+    ]
+    assert marks[0] == marks[1] and len(set(marks)) == len(marks) - 1
 
 
 def test_bad_identities_are_refused():

@@ -15,6 +15,7 @@ import pytest
 from rich.console import Console
 
 from dspark_jax.calibrate import ConstantSurvival, RawSurvival, SurvivalByTemperature, TemperatureScaled, survival_to_dict
+from dspark_jax.calibration_identity import CalibratorIdentity, drafter_fingerprint
 from dspark_jax.data import DOMAINS
 from dspark_jax.decode import RoundStats
 from dspark_jax.drafters.dspark import DSparkConfig, DSparkDrafter
@@ -26,7 +27,7 @@ from experiments import demo, demo_report, demo_setup, profile_steps
 from experiments.demo import Streamer
 from experiments.demo_report import ALL, Answered, check_line, figures_of, report_json, rich_table, write_picture
 from experiments.demo_rounds import Difference, Kind, Recording, first_difference, record, round_kinds
-from experiments.demo_setup import DemoOptions, Job, continuation_of, jobs_of, settled
+from experiments.demo_setup import DemoOptions, Job, calibration_notes, continuation_of, jobs_of, settled
 from experiments.profile_steps import ProfileOptions, StepProfile
 from tests.tiny_models import LLAMA, random_params, write_target
 
@@ -85,6 +86,8 @@ def stats(drafts, verified: int, accepted: int, next_id: int, emitted: int | Non
         "drafts": np.array([drafts], np.int32).reshape(1, -1),
         "confidence_logits": np.zeros((1, len(drafts)), np.float32),
         "cut": np.array([emitted < accepted + 1]),
+        "probe": np.array([False]),
+        "drafted": np.array(True),
     }
     for name, value in (("verified", verified), ("num_accepted", accepted), ("next_id", next_id), ("emitted", emitted)):
         fields[name] = np.array([value], np.int32)
@@ -219,6 +222,22 @@ def test_a_drafter_without_calibration_gets_raw_confidence_or_constants():
     assert continuation_of(without_any, (0.0,)) == (0.65, 0.65)
 
 
+def test_where_the_calibration_need_not_hold_the_reader_is_told_once():
+    """Another temperature and no record are notes, as is a drafter without calibration; another drafter is refused."""
+    bare = loaded_drafter()
+    mark = drafter_fingerprint(bare.drafter, bare.params, bare.draft_ids)
+    fitted = loaded_drafter(survival_to_dict(RawSurvival(), CalibratorIdentity(mark, (0.0, 1.0))))
+    assert calibration_notes(fitted, (0.0, 1.0)) == ()
+    (note,) = calibration_notes(fitted, (0.0, 0.7))
+    assert "requests are drawn at [0.7]" in note
+    (note,) = calibration_notes(loaded_drafter(survival_to_dict(RawSurvival())), (0.0,))
+    assert "does not say which drafter" in note
+    (note,) = calibration_notes(bare, (0.0,))
+    assert "without calibration" in note
+    with pytest.raises(ValueError, match="drafter is .* fitted for, abc"):
+        calibration_notes(loaded_drafter(survival_to_dict(RawSurvival(), CalibratorIdentity("abc", (0.0,)))), (0.0,))
+
+
 def test_jobs_show_every_domain_and_temperature_before_they_repeat():
     jobs = jobs_of(DemoOptions(prompts_per_domain=3))
     assert [(job.domain, job.temperature) for job in jobs[:6]] == [(domain, at) for at in (0.0, 1.0) for domain in DOMAINS]
@@ -325,7 +344,7 @@ def test_the_whole_demo_writes_what_it_found(out, tiny_run):
     assert sum(times["rounds"].values()) == rounds
     assert stored["device"].startswith("cpu") and stored["dtype"] in ("float32", "bfloat16")
     assert (out / "demo.png").read_bytes().startswith(b"\x89PNG") or (out / "demo.html").is_file()
-    assert "greedy output is identical to plain decoding in 3 of 3 answers" in text
+    assert "greedy output is identical to plain decoding in 3 of 3 answers" in text and text.count("without calibration") == 1
     assert not list(out.glob(".demo*"))
 
 

@@ -16,6 +16,7 @@ from dspark_jax import drafters
 from dspark_jax.calibrate import ConstantSurvival, RawSurvival
 from dspark_jax.decode import DecodeParams, DecodePlan, step
 from dspark_jax.drafters.dflash import DFlashConfig, DFlashDrafter
+from dspark_jax.drafters.draft_scores import score_logits, score_of
 from dspark_jax.drafters.dspark import DSparkConfig, DSparkDrafter
 from dspark_jax.drafters.eagle3 import Eagle3Config, Eagle3Drafter
 from dspark_jax.drafters.mtp import MTPConfig, MTPDrafter
@@ -53,17 +54,22 @@ DRAFTERS: dict[str, Any] = {
     "dspark_rnn": _dspark(markov_head_type="rnn"),
     "dspark_confidence_without_markov": _dspark(confidence_with_markov=False),
     "dspark_without_confidence": _dspark(confidence_head=False),
+    "dspark_entropy": _dspark(confidence_head=False, confidence_score="entropy"),
+    "dspark_confidence_alone": _dspark(markov_rank=0, confidence_with_markov=False),
     "dspark_draft_vocabulary": _dspark(draft_vocab_size=20),
     "dspark_gemma4": _dspark(**GEMMA),
     "dspark_anchor_plus_masks": _dspark(layout="anchor_plus_masks"),
     "dspark_deepseek_v4": _dspark(num_layers=3, window=4, streams=3, experts=MoEConfig(num_experts=4, top_k=2, intermediate_size=12)),
     "dflash": DFlashDrafter(DFlashConfig(**BLOCK)),
+    "dflash_largest": DFlashDrafter(DFlashConfig(**BLOCK, confidence_score="largest")),
     "dflash_anchor_plus_masks": DFlashDrafter(DFlashConfig(**BLOCK, layout="anchor_plus_masks")),
     "dflash_draft_vocabulary": DFlashDrafter(DFlashConfig(**BLOCK, draft_vocab_size=20)),
     "eagle3": Eagle3Drafter(Eagle3Config(**CHAIN, taps=(0, 1, 2))),
     "eagle3_gemma4": Eagle3Drafter(Eagle3Config(**CHAIN | GEMMA, taps=(0, 1, 2))),
     "eagle3_draft_vocabulary": Eagle3Drafter(Eagle3Config(**CHAIN, taps=(0, 2), draft_vocab_size=20)),
+    "eagle3_entropy": Eagle3Drafter(Eagle3Config(**CHAIN, taps=(0, 2), draft_vocab_size=20, confidence_score="entropy")),
     "mtp": MTPDrafter(MTPConfig(**CHAIN)),
+    "mtp_confidence_head": MTPDrafter(MTPConfig(**CHAIN, confidence_head=True)),
     "mtp_1": MTPDrafter(MTPConfig(**CHAIN | {"block_size": 1})),
 }
 
@@ -98,9 +104,9 @@ class Case:
 
     def survival(self):
         """What its confidence says, or that all drafts survive."""
-        return (
-            RawSurvival() if getattr(self.drafter.config, "confidence_head", False) else ConstantSurvival((1.0,) * self.drafter.block_size)
-        )
+        if getattr(self.drafter.config, "confidence_head", False) or score_of(self.drafter):
+            return RawSurvival()
+        return ConstantSurvival((1.0,) * self.drafter.block_size)
 
 
 def _random(model, seed):
@@ -129,7 +135,7 @@ def _case(drafter, vocab_size=VOCAB, length=LENGTH):
     return Case(drafter, _random(drafter, 3), target, target_params, draft_ids, ids, hidden, features)
 
 
-CORE = ("dspark_vanilla", "dspark_rnn", "dspark_deepseek_v4", "dflash", "eagle3_draft_vocabulary", "mtp")
+CORE = ("dspark_vanilla", "dspark_rnn", "dspark_deepseek_v4", "dflash", "eagle3_entropy", "mtp_confidence_head")
 """One of each kind goes through the contract in every run, the variants in `make test-all`."""
 
 
@@ -159,8 +165,10 @@ def _propose(drafter, params, head, state, anchor, temperature):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _sites(drafter, params, head, batch):
+    """Prediction sites and their logits; a score stands where a head's confidence would."""
     sites = drafter.prediction_sites(params, head, batch)
-    return sites, drafter.site_logits(params, head, sites.hidden, sites.latent)
+    logits, score = drafter.site_logits(params, head, sites.hidden, sites.latent), score_of(drafter)
+    return sites if score is None else dataclasses.replace(sites, confidence_logits=score_logits(logits, score)), logits
 
 
 def _at_anchor(values, sites, rows, anchors, block_size):

@@ -15,7 +15,6 @@ from dspark_jax.drafters.dspark import DSparkDrafter
 from dspark_jax.evaluate import (
     TextReading,
     WalkRule,
-    confidence_metrics,
     confidence_rounds,
     estimate_at_anchors,
     read_texts,
@@ -118,16 +117,15 @@ def test_totals_add_up_over_texts_and_bad_rules_are_refused():
 
 
 def test_confidence_rounds_hold_prefix_labels_of_rounds_with_a_whole_block():
-    """Of the rounds at anchors 0, 2 and 5 the last has one token behind it, and no label for slots 2 and 3."""
+    """Of the rounds at anchors 0, 2 and 5 the last has one token behind it, and no label for slots 2 and 3; each knows its text."""
     confidence = np.arange(18, dtype=np.float32).reshape(6, 3)
-    logits, labels = confidence_rounds([_reading(SIX, confidence=confidence)], WalkRule(temperature=0, draft_length=3))
-    np.testing.assert_array_equal(logits, confidence[[0, 2]])
-    np.testing.assert_array_equal(labels, [[1, 0, 0], [1, 1, 0]])
-    metrics = confidence_metrics(jnp.asarray([[0.9, 0.4, 0.1], [0.7, 0.6, 0.1]]), jnp.asarray(labels))
-    np.testing.assert_allclose(metrics["brier"], [0.05, 0.16, 0.01], atol=1e-6)
-    assert metrics["auc"][1] == 1.0
+    rule = WalkRule(temperature=0, draft_length=3)
+    logits, labels, rows = confidence_rounds([_reading(SIX, confidence=confidence, row=row) for row in (4, 2)], rule)
+    np.testing.assert_array_equal(logits, confidence[[0, 2, 0, 2]])
+    np.testing.assert_array_equal(labels, [[1, 0, 0], [1, 1, 0]] * 2)
+    np.testing.assert_array_equal(rows, [4, 4, 2, 2])
     with pytest.raises(ValueError, match="confidence_logits is None"):
-        confidence_rounds([_reading(SIX)], WalkRule(temperature=0, draft_length=3))
+        confidence_rounds([_reading(SIX)], rule)
 
 
 @pytest.fixture(scope="module")

@@ -153,14 +153,14 @@ class _Planned:
     def next_lengths(self, state, survival, active, context, request_id):
         plan = self.planner.plan(state, active, context, request_id, seed_key(3))
         kept = ConfidenceThreshold(0.5).lengths(survival, active, context, request_id)
-        lengths = jnp.where(plan.is_probe, plan.draft_length, jnp.minimum(kept, plan.draft_length))
+        lengths = jnp.where(plan.probe, plan.draft_length, jnp.minimum(kept, plan.draft_length))
         return lengths, self.planner.observe(state, survival, plan.draft_length, active, request_id)
 
 
 def test_a_draft_length_from_past_rounds_is_lossless():
     """[F3] What is drafted in the third round depends on the confidence seen in the first two, that of discarded drafts included."""
     curve = StepCurve(tokens=(1, 2, 3), seconds_per_step=(1.0, 1.1, 1.2), draft_seconds=0.6)
-    policy = _Planned(DraftPlanner(curve, (0.7, 0.3), prior_weight=0.5, probe_share=0.3))
+    policy = _Planned(DraftPlanner(curve, (0.7, 0.3), memory=3, foreign=0.5, probe_share=0.3))
     report = law_of_rounds(_target(2), _drafter(2, 2), policy, num_rounds=3, policy_state=policy.init_state(1, 2))
     assert report.deviation < LOSSLESS
     one = (jnp.ones(1, bool), jnp.ones(1, jnp.int32), jnp.zeros(1, jnp.int32))

@@ -28,7 +28,8 @@ LEVELS: tuple[tuple[str, ...], ...] = (
         *("dspark_jax.calibration_identity", "dspark_jax.calibration_online"),
     ),
     (
-        *("dspark_jax.decode", "dspark_jax.prefill", "dspark_jax.losses", "dspark_jax.readout", "dspark_jax.anchors", "dspark_jax.data"),
+        *("dspark_jax.round_stats", "dspark_jax.decode", "dspark_jax.prefill", "dspark_jax.losses", "dspark_jax.readout"),
+        *("dspark_jax.anchors", "dspark_jax.data"),
         *("dspark_jax.checkpoint", "dspark_jax.exactness", "dspark_jax.model_configs", "dspark_jax.draft_configs", "dspark_jax.weights"),
         *("dspark_jax.gemma_configs", "dspark_jax.chain_configs"),
     ),

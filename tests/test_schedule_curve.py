@@ -1,5 +1,6 @@
 """Cost curves: what was measured, what is decided on where it is not monotone, and the length of the context as a second input."""
 
+import json
 import math
 
 import jax
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dspark_jax.schedule import FlatCurveWarning, ForecastStop, NonMonotoneCurveWarning, PrefixSchedule, StepCurve
-from dspark_jax.step_curve import mean_context
+from dspark_jax.step_curve import curve_from_dict, curve_to_dict, mean_context
 
 STAIRCASE = StepCurve(tokens=(1, 5, 8, 15), seconds_per_step=(0.029, 0.042, 0.051, 0.08), draft_seconds=0.007)
 # At a context of 1,000 the second draft of two requests costs more than it brings, at 100 it does not.
@@ -115,10 +116,43 @@ def test_a_batch_is_judged_at_the_mean_context_of_its_active_requests():
     assert total == [4, 0, 0]
 
 
-def test_requests_that_are_judged_alone_are_judged_at_their_own_context():
+def test_a_request_in_a_batch_of_its_own_is_judged_at_its_context():
     curve = StepCurve(tokens=(1, 2, 3), seconds_per_step=(1.0, 1.1, 1.2), context=100, longer=((1000, (1.0, 2.5, 4.0)),))
-    context = jnp.array([100, 1000], jnp.int32)
-    lengths = jax.jit(ForecastStop(curve, (0.8, 0.8)).lengths)(
-        jnp.tile(jnp.array([[0.8, 0.64]]), (2, 1)), jnp.ones(2, bool), context, context
-    )
-    assert np.asarray(lengths).tolist() == [2, 0]
+    lengths = jax.jit(ForecastStop(curve, (0.8, 0.8)).lengths)
+    survival, one = jnp.array([[0.8, 0.64]]), jnp.ones(1, bool)
+    found = [int(lengths(survival, one, jnp.array([context], jnp.int32), jnp.zeros(1, jnp.int32))[0]) for context in (100, 1000)]
+    assert found == [2, 0]
+
+
+@pytest.mark.parametrize("curve", [STAIRCASE, LONG])
+def test_a_curve_comes_back_from_json(curve):
+    assert curve_from_dict(json.loads(json.dumps(curve_to_dict(curve)))) == curve
+
+
+def test_what_a_curve_may_leave_out_may_be_left_out():
+    assert curve_from_dict({"tokens": [1, 2], "seconds_per_step": [1, 2.5]}) == StepCurve((1, 2), (1.0, 2.5))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([], r"curve is \[\]"),
+        ({"tokens": [1]}, "seconds_per_step is missing"),
+        ({"seconds_per_step": [1.0]}, "tokens is missing"),
+        ({"tokens": [1, 2], "seconds_per_step": [1.0, 2.0], "colour": 1}, "colour is no field of a cost curve; allowed: tokens"),
+        ({"tokens": 1, "seconds_per_step": [1.0]}, "tokens is 1; allowed is a list"),
+        ({"tokens": [1.5], "seconds_per_step": [1.0]}, "tokens has 1.5; allowed are whole numbers"),
+        ({"tokens": [True], "seconds_per_step": [1.0]}, "tokens has True"),
+        ({"tokens": [1, 2], "seconds_per_step": [1.0, "2"]}, "seconds_per_step has '2'; allowed are numbers"),
+        ({"tokens": [1, 2], "seconds_per_step": [1.0, 2.0], "draft_seconds": None}, "draft_seconds has None"),
+        ({"tokens": [1, 2], "seconds_per_step": [1.0, 2.0], "context": "long"}, "context has 'long'"),
+        ({"tokens": [1, 2], "seconds_per_step": [1.0, 2.0], "longer": [[1, [1.0, 2.0], 3]]}, "longer is .*; allowed are pairs"),
+        ({"tokens": [1, 2], "seconds_per_step": [1.0, 2.0], "longer": [["x", [1.0, 2.0]]]}, "longer has 'x'"),
+        ({"tokens": [1, 2], "seconds_per_step": [1.0, 2.0], "longer": [[9, [1.0, None]]]}, "longer at context 9 has None"),
+        ({"tokens": [1, 2], "seconds_per_step": [1.0]}, "seconds_per_step has 1 values"),
+    ],
+)
+def test_a_bad_record_of_a_curve_is_refused(content, message):
+    """[F1]"""
+    with pytest.raises(ValueError, match=message):
+        curve_from_dict(content)

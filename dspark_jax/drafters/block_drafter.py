@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from dspark_jax import kv_cache
 from dspark_jax.drafters.block_backbone import BackboneConfig, BlockBackbone, BlockTargets, block_ids, block_targets
+from dspark_jax.drafters.draft_scores import ConfidenceScore, require_score
 from dspark_jax.kv_cache import KVCache
 from dspark_jax.moe import BALANCE_SPEED, rebalanced
 from dspark_jax.protocols import Committed, Sites, TargetHead, TrainBatch
@@ -24,15 +25,18 @@ class BlockConfig(BackboneConfig):
     Attributes:
       draft_vocab_size: number of tokens that can be drafted; None for all.
       loss_decay: position weights exp(-k / loss_decay) in training; None for equal weights.
+      confidence_score: what stands in for a trained confidence head, see `draft_scores.score_logits`; None for no confidence.
     """
 
     draft_vocab_size: int | None = None
     loss_decay: float | None = 4.0
+    confidence_score: ConfidenceScore | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.draft_vocab_size is not None and not 1 <= self.draft_vocab_size <= self.vocab_size:
             raise ValueError(f"draft_vocab_size is {self.draft_vocab_size}; it must be in 1..{self.vocab_size}, or None for all")
+        require_score(self.confidence_score)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from dspark_jax import kv_cache
+from dspark_jax.drafters.draft_scores import ConfidenceScore, require_score
 from dspark_jax.layers import (
     MASKED,
     QWEN3_STYLE,
@@ -53,6 +54,8 @@ class ChainConfig:
       supervision: which places are trained, see `chain_targets`.
       soft_ce_over_places: divide the soft cross-entropy by all B x S places, prompts and padding included, as the Eagle3 reference
         does; texts with long prompts then weigh less. Otherwise it is a mean over what is supervised.
+      confidence_score: what stands in for a trained confidence head, see `draft_scores.score_logits`; None for no confidence.
+      confidence_head: whether there is a trained one, on the hidden state that predicts x_k. Its loss never reaches the layer [E4].
     """
 
     vocab_size: int
@@ -74,6 +77,8 @@ class ChainConfig:
     step_loss_decay: float = 1.0
     supervision: Supervision = "answer_blocks"
     soft_ce_over_places: bool = False
+    confidence_score: ConfidenceScore | None = None
+    confidence_head: bool = False
 
     def __post_init__(self) -> None:
         if self.block_size < 1:
@@ -86,6 +91,7 @@ class ChainConfig:
             raise ValueError(f"step_loss_decay is {self.step_loss_decay}; it must be in (0, 1]")
         if self.supervision not in SUPERVISIONS:
             raise ValueError(f"supervision is {self.supervision!r}; allowed: {', '.join(SUPERVISIONS)}")
+        require_score(self.confidence_score, self.confidence_head)
 
 
 @struct.dataclass

@@ -1,11 +1,13 @@
 """The confidence head: will draft k survive, given that the drafts before it did?"""
 
+from typing import Any
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from dspark_jax.layers import Linear
-from dspark_jax.typing import Array, Float
+from dspark_jax.typing import Array, Float, Params
 
 
 class ConfidenceHead(nn.Module):
@@ -27,3 +29,22 @@ class ConfidenceHead(nn.Module):
         if self.detach:
             inputs = jax.lax.stop_gradient(inputs)
         return self.proj(inputs)[..., 0].astype(jnp.float32)
+
+
+def with_confidence_head(drafter: Any, params: Params, rng: jax.Array) -> tuple[Any, Params]:
+    """A drafter that has no confidence head with a new one, to be trained while everything else stands (`train.TrainConfig.trainable`).
+
+    A score that stood in for the head goes. What it drafts is unchanged; of DFlash it becomes a DSpark without a sequential head.
+
+    Returns:
+      the drafter, and its parameters: those given, and random ones of the head in their dtype.
+
+    Raises:
+      ValueError: it has a confidence head.
+    """
+    if getattr(drafter.config, "confidence_head", False):
+        raise ValueError("confidence_head is True; allowed is a drafter without a confidence head")
+    extended = drafter.with_confidence()
+    head = jax.jit(lambda rng: extended.init(rng)["confidence_head"])(rng)
+    dtype = jax.tree.leaves(params)[0].dtype
+    return extended, {**params, "confidence_head": jax.tree.map(lambda leaf: leaf.astype(dtype), head)}

@@ -5,12 +5,15 @@ the original work has "anchor_plus_masks" (G + 1 slots); the config's `layout` s
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from dspark_jax.drafters.block_drafter import BlockConfig, BlockDrafter, compute_dtype
 from dspark_jax.drafters.draft_draw import draw_drafts
+from dspark_jax.drafters.draft_scores import score_logits
+from dspark_jax.drafters.dspark import DSparkConfig, DSparkDrafter
 from dspark_jax.kv_cache import KVCache
 from dspark_jax.protocols import DraftBlock, Sites, TargetHead, TrainBatch
 from dspark_jax.sampling import Noise, Sampling
@@ -28,6 +31,12 @@ class DFlashDrafter(BlockDrafter):
 
     config: DFlashConfig
 
+    def with_confidence(self) -> DSparkDrafter:
+        """The same backbone with a confidence head: a DSpark without a sequential head."""
+        fields: dict[str, Any] = {field.name: getattr(self.config, field.name) for field in dataclasses.fields(BlockConfig)}
+        fields |= {"markov_rank": 0, "confidence_with_markov": False, "confidence_score": None}
+        return DSparkDrafter(DSparkConfig(**fields))
+
     def propose(
         self, params: Params, head: TargetHead, state: KVCache, anchor: Int[Array, "R"], noise: Noise, sampling: Sampling
     ) -> DraftBlock:
@@ -41,7 +50,9 @@ class DFlashDrafter(BlockDrafter):
         with jax.named_scope("draft_tokens"):
             drafts = draw_drafts(logits.reshape(-1, logits.shape[-1]), head, sampling.take(row), noise.take(row).key, place)
         ids, log_q, normaliser, floor, logits = (x.reshape(num_rows, block_size, *x.shape[1:]) for x in drafts)
-        return DraftBlock(ids, log_q, normaliser, floor, None, logits)
+        score = self.config.confidence_score
+        confidence = None if score is None else score_logits(logits, score)
+        return DraftBlock(ids, log_q, normaliser, floor, confidence, logits)
 
     def prediction_sites(self, params: Params, head: TargetHead, batch: TrainBatch) -> Sites:
         """All blocks of a batch in one pass."""

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from dspark_jax.drafters.block_drafter import BlockConfig, BlockDrafter, apply, compute_dtype
 from dspark_jax.drafters.confidence_head import ConfidenceHead
 from dspark_jax.drafters.draft_draw import draw_drafts
+from dspark_jax.drafters.draft_scores import require_score, score_logits
 from dspark_jax.drafters.sequential_heads import HEADS
 from dspark_jax.kv_cache import KVCache
 from dspark_jax.moe import MoEConfig
@@ -38,6 +39,7 @@ class DSparkConfig(BlockConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require_score(self.confidence_score, self.confidence_head)
         if self.markov_rank < 0:
             raise ValueError(f"markov_rank is {self.markov_rank}; it must be 0 (no sequential head) or more")
         if self.markov_rank and self.markov_head_type not in HEADS:
@@ -94,6 +96,11 @@ class DSparkDrafter(BlockDrafter):
             params["confidence_head"] = self._confidence.init(confidence_rng, hidden, embedded)["params"]
         return params
 
+    def with_confidence(self) -> "DSparkDrafter":
+        """The same drafter with a confidence head, which reads W1[x_{k-1}] too where there is a sequential head."""
+        head = {"confidence_head": True, "confidence_with_markov": bool(self.config.markov_rank), "confidence_score": None}
+        return DSparkDrafter(dataclasses.replace(self.config, **head))
+
     def _heads_step(self, params: Params, carry: Any, previous: Array, hidden: Array) -> tuple[Array | None, Array | None, Any]:
         """Latent of the sequential head, confidence logit and carry at one position."""
         latent, embedded = None, None
@@ -131,6 +138,8 @@ class DSparkDrafter(BlockDrafter):
         with jax.named_scope("draft_tokens"):
             _, columns = jax.lax.scan(draft_token, (anchor, carry), steps)
         (ids, log_q, log_normaliser, floor, logits), confidence = jax.tree.map(lambda column: column.swapaxes(0, 1), columns)
+        if config.confidence_score is not None:
+            confidence = score_logits(logits, config.confidence_score)
         return DraftBlock(ids, log_q, log_normaliser, floor, confidence, logits)
 
     def prediction_sites(self, params: Params, head: TargetHead, batch: TrainBatch) -> Sites:
