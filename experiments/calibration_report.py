@@ -3,12 +3,11 @@
 `python -m experiments.run calibration-speed` times the fit; the rest is written by `release` and `recalibrate`.
 """
 
-import csv
 import dataclasses
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,7 +20,8 @@ from rich.console import Console
 from dspark_jax.calibration_choice import CONSTANT, CalibratorChoice, Interval
 from dspark_jax.calibration_fit import GRID, fit_sequential_temperatures
 from dspark_jax.model_files import require
-from experiments.profile_steps import describe_device, write_json
+from experiments.profile_steps import describe_device
+from experiments.result_files import write_csv, write_json
 
 FEWEST_ROUNDS = 20
 FEWEST_SHARE = 0.005
@@ -36,9 +36,10 @@ Choices = Mapping[int, CalibratorChoice]
 def write_report(folder: Path, choices: Choices, summary: Mapping[str, Any]) -> None:
     """`metrics.csv`, `reliability.csv`, `reliability.png`, and `calibration.json` with `summary`; each whole or not at all."""
     write_json(folder / "calibration.json", {"device": describe_device(), **summary})
-    _write_csv(folder / "metrics.csv", ("temperature", "position", "model", "metric", "value", "low", "high"), metric_rows(choices))
+    metric_names = ("temperature", "position", "model", "metric", "value", "low", "high")
+    write_csv(folder / "metrics.csv", [dict(zip(metric_names, row, strict=True)) for row in metric_rows(choices)])
     header = ("temperature", "position", "model", "bin_low", "bin_high", "rounds", "predicted", "observed")
-    _write_csv(folder / "reliability.csv", header, reliability_rows(choices))
+    write_csv(folder / "reliability.csv", [dict(zip(header, row, strict=True)) for row in reliability_rows(choices)])
     plot_reliability(choices, folder / "reliability.png")
 
 
@@ -121,16 +122,6 @@ def _figures(interval: Interval) -> Iterator[tuple[float | str, ...]]:
 
 def _figure(number: float) -> float | str:
     return round(float(number), 6) if math.isfinite(number) else ""
-
-
-def _write_csv(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    with unfinished.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(header)
-        writer.writerows(rows)
-    unfinished.replace(path)
 
 
 @dataclasses.dataclass(frozen=True)

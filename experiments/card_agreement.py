@@ -15,9 +15,10 @@ from dspark_jax.evaluate import read_texts
 from dspark_jax.model_files import read_json
 from dspark_jax.weights import load_drafter, load_target
 from experiments.presets import SMOLLM2_TEXTS
-from experiments.profile_steps import device_text, write_json
+from experiments.profile_steps import device_text
 from experiments.release_drafter import CONTEXT, walk_cell
 from experiments.release_readings import cell_rows, one_by_one
+from experiments.result_files import write_json
 
 
 @dataclasses.dataclass(frozen=True)

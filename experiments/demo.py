@@ -24,7 +24,8 @@ from dspark_jax.tokenizers import Tokenizer
 from experiments.demo_report import Answered, check_line, report_json, rich_table, write_picture
 from experiments.demo_rounds import Kind, first_difference, record, round_kinds
 from experiments.demo_setup import DemoOptions, Job, Prepared, jobs_of, prefilled, prepare, stage, warm_up
-from experiments.profile_steps import device_text, write_json
+from experiments.profile_steps import device_text
+from experiments.result_files import write_json
 
 STYLES = {Kind.FIRST: "dim", Kind.ACCEPTED: "green", Kind.CORRECTION: "bold underline red", Kind.BONUS: "bold cyan"}
 MARKS = {Kind.FIRST: "{}", Kind.ACCEPTED: "{}", Kind.CORRECTION: "\u2039{}\u203a", Kind.BONUS: "\u00ab{}\u00bb"}

@@ -22,8 +22,9 @@ from dspark_jax.schedule import FlatCurveWarning, ForecastStop
 from dspark_jax.tokenizers import Tokenizer, load_tokenizer
 from dspark_jax.weights import USUAL_CONTINUATION, LoadedDrafter, load_drafter, load_target
 from experiments.demo_rounds import record, take_row
-from experiments.profile_steps import RELEASED_DRAFTER, PlainChoice, StepProfile, choose_plain, device_text, profile, write_json
+from experiments.profile_steps import RELEASED_DRAFTER, PlainChoice, StepProfile, choose_plain, device_text, profile
 from experiments.prompts import Prompt, code_prompts, maths_prompts
+from experiments.result_files import write_json
 
 CHAT_QUESTIONS = (
     "What should I think about before I adopt a dog from a shelter?",

@@ -8,7 +8,6 @@ work are left out. That is what a device moves which keeps nothing on chip betwe
 has the table.
 """
 
-import csv
 import dataclasses
 import functools
 import math
@@ -25,6 +24,7 @@ from rich.table import Table
 from dspark_jax.protocols import Committed, FlatTokens, TargetHead
 from dspark_jax.sampling import Noise, Sampling
 from experiments.model_presets import MODEL_PRESETS, ModelPreset
+from experiments.result_files import write_csv
 
 BYTES = 2
 """Of one number, in bfloat16."""
@@ -219,13 +219,7 @@ def print_costs(options: CostOptions, console: Console) -> list[dict[str, Any]]:
             )
         console.print(table)
     if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        partial = options.out.with_suffix(".partial")
-        with partial.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, everything[0], lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(everything)
-        partial.rename(options.out)
+        write_csv(options.out, everything)
     return everything
 
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import tyro
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -27,6 +26,7 @@ from dspark_jax.protocols import Drafter
 from dspark_jax.step_curve import CurveWarning, StepCurve
 from dspark_jax.typing import Params
 from dspark_jax.weights import load_drafter, load_target
+from experiments.command_line import run_command
 from experiments.profile_steps import RELEASED_DRAFTER, describe_device, device_text
 from experiments.step_curves import ROWS, CurveFamily, RoundCosts, buckets_of, write_family
 from experiments.step_timing import batch_tokens, has_layers, head_pass, interleaved, layer_pass, time_commit, time_drafting
@@ -216,16 +216,5 @@ def _rounded(seconds: float) -> float:
     return float(f"{seconds:.5g}")
 
 
-def main() -> int:
-    """Read the command line and run; bad input ends with a line that says what is wrong."""
-    console = Console()
-    try:
-        run(tyro.cli(CurveOptions), console)
-    except (ValueError, ImportError) as error:
-        console.print(str(error), style="bold red", markup=False)
-        return 2
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(CurveOptions, run))

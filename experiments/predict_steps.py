@@ -24,13 +24,13 @@ from pathlib import Path
 import flax
 import jax
 import numpy as np
-import tyro
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from dspark_jax.step_curve import CurveWarning, StepCurve
 from dspark_jax.weights import load_drafter, load_target
 from experiments.aot_work import SLOTS_AHEAD, Compiled, Compiler, Pair, compile_all, num_compilations, topology_device
+from experiments.command_line import run_command
 from experiments.drafter_costs import Work
 from experiments.measure_curves import FOLDER, show
 from experiments.model_presets import MODEL_PRESETS
@@ -217,18 +217,7 @@ def _rounded(seconds: float) -> float:
     return float(f"{seconds:.5g}")
 
 
-def main() -> int:
-    """Read the command line and run; bad input ends with a line that says what is wrong."""
+if __name__ == "__main__":
     # With libtpu installed jax would look for a TPU first.
     jax.config.update("jax_platforms", "cpu")
-    console = Console()
-    try:
-        run(tyro.cli(PredictOptions), console)
-    except (ValueError, ImportError) as error:
-        console.print(str(error), style="bold red", markup=False)
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(PredictOptions, run))

@@ -12,7 +12,6 @@ All numbers are medians over interleaved repetitions: every repetition times eve
 import dataclasses
 import functools
 import itertools
-import json
 import os
 import platform
 import sys
@@ -23,7 +22,6 @@ from typing import Any
 import flax
 import jax
 import jax.numpy as jnp
-import tyro
 from rich.console import Console
 from rich.table import Table
 
@@ -32,6 +30,8 @@ from dspark_jax.protocols import Drafter
 from dspark_jax.schedule import StepCurve
 from dspark_jax.typing import Params
 from dspark_jax.weights import load_drafter, load_target
+from experiments.command_line import run_command
+from experiments.result_files import write_json
 from experiments.step_timing import has_layers, interleaved, time_by_layer, time_drafting, time_whole_passes
 
 RELEASED_DRAFTER = Path(__file__).resolve().parent.parent / "dspark_jax" / "assets" / "smollm2_dspark"
@@ -232,14 +232,6 @@ class ProfileOptions:
     bf16: bool = True
 
 
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON file so that it is there whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    unfinished.replace(path)
-
-
 def run(options: ProfileOptions, console: Console) -> dict[str, Any]:
     """Measure, show a table, and write the JSON file."""
     target, target_params = load_target(options.target)
@@ -274,16 +266,5 @@ def run(options: ProfileOptions, console: Console) -> dict[str, Any]:
     return content
 
 
-def main() -> int:
-    """Read the command line and run; bad input ends with a line that says what is wrong."""
-    console = Console()
-    try:
-        run(tyro.cli(ProfileOptions), console)
-    except (ValueError, ImportError) as error:
-        console.print(str(error), style="bold red", markup=False)
-        return 2
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(ProfileOptions, run))

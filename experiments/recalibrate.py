@@ -12,10 +12,10 @@ from rich.console import Console
 from dspark_jax.calibration_identity import drafter_fingerprint
 from dspark_jax.model_files import read_json
 from dspark_jax.weights import SURVIVAL_FILE, LoadedDrafter, load_drafter
-from experiments.profile_steps import write_json
 from experiments.release_card import model_card
 from experiments.release_drafter import CARD_FILE, ReleaseFiles, calibrate, cut_drafter, stored_survival, write_results
 from experiments.release_readings import TEMPERATURE_CLASS, Readings
+from experiments.result_files import write_json
 
 
 def fingerprint_of(asset: LoadedDrafter, readings: Readings) -> str:

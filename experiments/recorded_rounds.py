@@ -8,18 +8,18 @@ decides how many of them are accepted.
 """
 
 import dataclasses
-import os
 import sys
 from pathlib import Path
 
 import numpy as np
-import tyro
 from rich.console import Console
 
 from dspark_jax.data import DOMAINS, load_token_sequences
 from dspark_jax.weights import load_drafter, load_target
+from experiments.command_line import run_command
 from experiments.release_drafter import FIRST_TOKENS, Release
 from experiments.release_readings import Cells, Readings
+from experiments.result_files import whole
 
 RECORDED = Path(__file__).resolve().parent / "results" / "scheduling" / "recorded_blocks.npz"
 
@@ -124,11 +124,8 @@ def run(options: RecordOptions, console: Console) -> None:
     readings = Readings(release.work / "readings", sequences, by_frequency, target, target_params, loaded, console)
     cells = readings.cells((options.draft_vocab_size,), options.texts_per_cell)
     arrays = {f"{name}_{temperature}": value for temperature in (0, 1) for name, value in record(cells, temperature, 1).items()}
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = options.out.with_name(f".{options.out.name}.{os.getpid()}")
-    with unfinished.open("wb") as file:
+    with whole(options.out) as unfinished, unfinished.open("wb") as file:
         np.savez_compressed(file, **arrays)  # pyright: ignore[reportArgumentType]
-    unfinished.replace(options.out)
     for temperature in (0, 1):
         blocks = load_recorded(options.out, temperature)
         domains = {DOMAINS[each]: int((blocks.domain == each).sum()) for each in np.unique(blocks.domain)}
@@ -136,16 +133,5 @@ def run(options: RecordOptions, console: Console) -> None:
     console.print(f"wrote {options.out} ({options.out.stat().st_size / 1e6:.2f} MB)")
 
 
-def main() -> int:
-    """Read the command line and run; bad input ends with a line that says what is wrong."""
-    console = Console()
-    try:
-        run(tyro.cli(RecordOptions), console)
-    except (ValueError, ImportError) as error:
-        console.print(str(error), style="bold red", markup=False)
-        return 2
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(RecordOptions, run))

@@ -37,9 +37,9 @@ from dspark_jax.protocols import FlatTokens
 from dspark_jax.sampling import Noise, Sampling
 from dspark_jax.weights import LoadedDrafter, load_drafter, load_target, save_drafter
 from experiments.calibration_report import write_report
-from experiments.profile_steps import write_json
 from experiments.release_card import model_card, plot_results
 from experiments.release_readings import CARD_POOL, CONTEXT, TEMPERATURE_CLASS, Cells, Readings
+from experiments.result_files import write_json
 
 SHARED = Path("../shared/smollm2")
 ASSET = Path(__file__).resolve().parent.parent / "dspark_jax" / "assets" / "smollm2_dspark"

@@ -18,7 +18,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -36,7 +35,9 @@ from dspark_jax.schedule import (
 )
 from dspark_jax.typing import Array, Params
 from dspark_jax.weights import load_target
-from experiments.profile_steps import RELEASED_DRAFTER, describe_device, device_text, write_json
+from experiments.command_line import run_command
+from experiments.profile_steps import RELEASED_DRAFTER, describe_device, device_text
+from experiments.result_files import write_json
 from experiments.step_curves import RoundCosts, load_curves
 from experiments.step_timing import batch_tokens, has_layers, head_pass, interleaved, layer_pass
 from pallas_kernels.noise import seed_key
@@ -234,16 +235,5 @@ def measure(options: CostOptions, console: Console) -> dict[str, Any]:
     return content
 
 
-def main() -> int:
-    """Read the command line and run; bad input ends with a line that says what is wrong."""
-    console = Console()
-    try:
-        measure(tyro.cli(CostOptions), console)
-    except (ValueError, ImportError) as error:
-        console.print(str(error), style="bold red", markup=False)
-        return 2
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(CostOptions, measure))

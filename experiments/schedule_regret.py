@@ -1,16 +1,14 @@
 """How good is the schedule: every policy against the best fixed length chosen in hindsight, at every load and on many cost curves.
 
-    python -m experiments.schedule_regret        # about 12 minutes on 2 cores, experiments/results/scheduling/
+    python -m experiments.schedule_regret        # about 10 minutes on 2 cores, experiments/results/
 
 Recorded blocks of the released drafter (`experiments.recorded_rounds`) are replayed for 1 to 512 concurrent requests. The fixed
 lengths include 0, plain decoding, which pays for no drafter; all others pay for drafting and committing, and whoever leaves the
 drafter out for a while for the later commit. Beside it: the sweep of static thresholds (the paper's Figure 5).
 """
 
-import csv
 import dataclasses
 import functools
-import os
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
@@ -21,7 +19,6 @@ import jax
 import jax.numpy as jnp
 import matplotlib
 import numpy as np
-import tyro
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table as RichTable
@@ -37,6 +34,7 @@ from dspark_jax.schedule import (
     SurvivalThreshold,
 )
 from dspark_jax.weights import LoadedDrafter, load_drafter, load_target
+from experiments.command_line import run_command
 from experiments.profile_steps import RELEASED_DRAFTER
 from experiments.recorded_rounds import RECORDED, load_recorded
 from experiments.replay import (
@@ -54,10 +52,11 @@ from experiments.replay import (
     table_of,
     throughput,
 )
+from experiments.result_files import save_figure, write_csv
 from experiments.step_curves import buckets_of, read_family
 
-RESULTS = Path(__file__).resolve().parent / "results" / "scheduling"
-CURVES = Path(__file__).resolve().parent / "results" / "step_curves"
+RESULTS = Path(__file__).resolve().parent / "results"
+CURVES = RESULTS / "step_curves"
 CONCURRENCY = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 ROUNDS = {1: 7000, 2: 8000, 4: 5000, 8: 3000, 16: 1600, 32: 800, 64: 500, 128: 300, 256: 200, 512: 150}
 """Rounds per concurrency: enough for a passage through all recorded texts several times over."""
@@ -236,16 +235,9 @@ def sweep(tables: Mapping[int, tuple[Table, tuple[float, ...]]], num_rounds: int
     return rows
 
 
-def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write rows so that the file is there whole or not at all; numbers with six digits."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    with unfinished.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        for row in rows:
-            writer.writerow({name: f"{value:.6g}" if isinstance(value, float) else value for name, value in row.items()})
-    unfinished.replace(path)
+def rounded(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Numbers with six digits, as they are written."""
+    return [{name: f"{value:.6g}" if isinstance(value, float) else value for name, value in row.items()} for row in rows]
 
 
 def plot_regret(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -273,7 +265,7 @@ def plot_regret(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
             axis.set_ylabel("throughput / best fixed length")
     axes[0][0].legend(fontsize=6)
     figure.tight_layout()
-    _save(figure, path)
+    save_figure(figure, path)
     plt.close(figure)
 
 
@@ -296,14 +288,8 @@ def plot_sweep(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
             axis.set_ylabel(y.replace("_", " "))
     axes[0].legend(fontsize=7)
     figure.tight_layout()
-    _save(figure, path)
+    save_figure(figure, path)
     plt.close(figure)
-
-
-def _save(figure: Any, path: Path) -> None:
-    unfinished = path.with_name(f".{path.stem}.{os.getpid()}.png")
-    figure.savefig(unfinished, dpi=110)
-    unfinished.replace(path)
 
 
 def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -350,29 +336,18 @@ def run(options: RegretOptions, console: Console) -> list[dict[str, Any]]:
         tables[temperature] = (table_of(load_recorded(options.recorded, temperature), model, float(temperature)), continuation)
     with Progress(console=console) as progress:
         rows = compare(options, tables, progress)
-    write_csv(options.out / "schedule_regret.csv", rows)
+    write_csv(options.out / "schedule_regret.csv", rounded(rows))
     plot_regret(rows, options.out / "schedule_regret.png")
     swept = sweep(tables, max(20, round(ROUNDS[1] * options.rounds_scale)))
-    write_csv(options.out / "threshold_sweep.csv", swept)
+    write_csv(options.out / "threshold_sweep.csv", rounded(swept))
     plot_sweep(swept, options.out / "threshold_sweep.png")
     summary = summarise(rows)
-    write_csv(options.out / "schedule_regret_summary.csv", summary)
+    write_csv(options.out / "schedule_regret_summary.csv", rounded(summary))
     console.print(show(summary))
     console.print("gain: the default's throughput over that of full blocks at the highest load")
     console.print(f"wrote {options.out}")
     return rows
 
 
-def main() -> int:
-    """Read the command line and run; bad input ends with a line that says what is wrong."""
-    console = Console()
-    try:
-        run(tyro.cli(RegretOptions), console)
-    except (ValueError, ImportError) as error:
-        console.print(str(error), style="bold red", markup=False)
-        return 2
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(RegretOptions, run))

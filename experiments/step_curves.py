@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dspark_jax.step_curve import CurveWarning, StepCurve, curve_from_dict, curve_to_dict
-from experiments.profile_steps import write_json
+from experiments.result_files import write_json
 
 SOURCES = ("measured", "predicted")
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)

@@ -12,7 +12,6 @@ Verified lengths below the block size are those of the same rounds: the block's 
 are counted in full. Intervals (95 %) are bootstrapped over prompts.
 """
 
-import csv
 import dataclasses
 import functools
 import sys
@@ -23,7 +22,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -40,8 +38,10 @@ from dspark_jax.tokenizers import load_tokenizer
 from dspark_jax.typing import Array, Float
 from dspark_jax.verify import accept_prob
 from dspark_jax.weights import load_drafter, load_target
-from experiments.profile_steps import RELEASED_DRAFTER, describe_device, write_json
+from experiments.command_line import run_command
+from experiments.profile_steps import RELEASED_DRAFTER, describe_device
 from experiments.release_readings import CARD_POOL, cell_rows
+from experiments.result_files import save_figure, write_csv, write_json
 
 RESAMPLES = 2000
 EVERYTHING = "all"
@@ -250,19 +250,7 @@ def plot_gain(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         above.legend(title="line: by block, dots: by token", fontsize=8, title_fontsize=8)
         below.axhline(0, color="grey", linewidth=0.5)
         below.set(xlabel="verified drafts", ylabel="gain in accepted length, % (95 %)")
-    unfinished = path.with_name(f".{path.name}")
-    figure.savefig(unfinished, dpi=110, format="png")
-    unfinished.replace(path)
-
-
-def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write rows with equal columns, whole or not at all."""
-    unfinished = path.with_name(f".{path.name}")
-    with unfinished.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-    unfinished.replace(path)
+    save_figure(figure, path)
 
 
 def measure(options: GainOptions, console: Console) -> dict[str, Any]:
@@ -338,16 +326,5 @@ def show(rows: Sequence[Mapping[str, Any]], checks: Sequence[Mapping[str, Any]],
     console.print(table)
 
 
-def main() -> int:
-    """Read the command line and run; bad input ends with a line that says what is wrong."""
-    console = Console()
-    try:
-        measure(tyro.cli(GainOptions), console)
-    except (ValueError, ImportError) as error:
-        console.print(str(error), style="bold red", markup=False)
-        return 2
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(GainOptions, measure))

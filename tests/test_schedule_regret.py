@@ -14,7 +14,8 @@ from dspark_jax.data import DOMAINS
 from dspark_jax.schedule import FixedLength, StepCurve, SurvivalThreshold
 from experiments.recorded_rounds import RECORDED, RecordedBlocks, load_recorded
 from experiments.replay import Alone, CurveArrays, Forecast, Hindsight, Planned, Same, replay, table_of, throughput
-from experiments.schedule_regret import ROUNDS, THRESHOLDS, RegretOptions, curves_at, made_up, policies, rows_of, write_csv
+from experiments.result_files import write_csv
+from experiments.schedule_regret import ROUNDS, THRESHOLDS, RegretOptions, curves_at, made_up, policies, rows_of
 
 G = 3
 CURVE = StepCurve((1, 2, 3, 4), (1.0, 1.25, 1.5, 1.75), draft_seconds=0.5)

@@ -12,7 +12,8 @@ from dspark_jax.policies import FixedLength
 from dspark_jax.prefill import start
 from dspark_jax.sampling import Sampling
 from dspark_jax.targets.toy import ToyTarget
-from experiments.verifier_gain import GainOptions, Walk, agreement, expected_accepted, gain_rows, plot_gain, walk, write_csv
+from experiments.result_files import write_csv
+from experiments.verifier_gain import GainOptions, Walk, agreement, expected_accepted, gain_rows, plot_gain, walk
 from tests.toy_drafter import BLOCK, VOCAB, ToyDrafter
 
 ROWS, ROUNDS = 400, 3
