@@ -80,7 +80,8 @@ class CapacityTopK:
     """`choose_capacity` on survival two rounds old, then `admit_top_k` on the current one. A `StatefulPolicy`: state in, state out.
 
     A decode loop keeps the state beside the caches: it asks `next_lengths` once a round, after drafting. A host that launches a
-    program per bucket may ask `capacity` before the round is drafted: it reads the state alone, and gives what `next_lengths` uses.
+    program per bucket may ask `capacity` before the round is drafted: of that round it reads who takes part, and gives what
+    `next_lengths` uses.
 
     Attributes:
       curve: cost of a round; its buckets are the capacities.

@@ -66,6 +66,8 @@ class DecodePlan:
             raise ValueError("policy or survival is None; a plan with a drafter needs both")
         if self.verifier not in VERIFIERS:
             raise ValueError(f"verifier is {self.verifier!r}; allowed: {', '.join(VERIFIERS)}")
+        if self.planner is not None and self.drafter is None:
+            raise ValueError("drafter is None; a plan with a planner needs one")
         if self.planner is not None and len(self.planner.constants) != self.block_size:
             raise ValueError(
                 f"planner has {len(self.planner.constants)} constants; allowed is one per draft, of which there are {self.block_size}"
@@ -118,17 +120,23 @@ class DecodeParams:
 
 @struct.dataclass
 class DecodeState:
-    """Attributes:
+    """All requests of a batch between two rounds.
 
-    ids: committed tokens (prompt and answer) from position 0 on; what lies beyond `length` means nothing.
-    length: committed tokens, the anchor counted.
-    prompt_length: tokens of the prompt.
-    limit: length at which the token budget is used up.
-    stop_ids: tokens that end the request, padded with -1.
-    finished: the request ended by a stop token or its budget; it takes no part in further rounds.
-    request_id, round: what the request's random bits are made from; the round counter is the request's own.
-    seed: key of the run's seed.
-    policy_state: what a stateful policy remembers of earlier rounds; None for others.
+    Attributes:
+      ids: committed tokens (prompt and answer) from position 0 on; what lies beyond `length` means nothing.
+      length: committed tokens, the anchor counted.
+      prompt_length: tokens of the prompt.
+      limit: length at which the token budget is used up.
+      stop_ids: tokens that end the request, padded with -1.
+      finished: the request ended by a stop token or its budget; it takes no part in further rounds.
+      request_id, round: what the request's random bits are made from; the round counter is the request's own.
+      seed: key of the run's seed.
+      sampling: settings of every request.
+      target_cache, drafter_state: what both models keep of the text; see the top of the file.
+      policy_state: what a stateful policy remembers of earlier rounds; None for others.
+      draft_history: what the plan's `planner` remembers of earlier rounds; None without one.
+      deferred: what rounds without drafts committed and the drafter has not been told yet; None without a planner.
+      calibration: learned from the rounds and used in the place of the plan's `survival`; None: not.
     """
 
     ids: Int[Array, "R T"]
@@ -168,14 +176,17 @@ def _empty_block(num_rows: int) -> DraftBlock:
 
 
 def _verify_bucket(
-    plan: DecodePlan, params: DecodeParams, state: DecodeState, block: DraftBlock, lengths: Array, noise: Noise, bucket: int
+    plan: DecodePlan, params: DecodeParams, state: DecodeState, block: DraftBlock, lengths: Array, noise: Noise, bucket: int, most: int
 ) -> tuple[Verdict, Array, Array, Any]:
-    """The target's pass over `bucket` flat tokens, and the verdict; hidden states and features come back by request."""
+    """The target's pass over `bucket` flat tokens, and the verdict; hidden states and features come back by request.
+
+    No request has more than `most` drafts verified: attention pays for as many queries of every request, whoever has them.
+    """
     num_rows = state.length.shape[0]
     rows = jnp.arange(num_rows, dtype=jnp.int32)
     active = ~state.finished
     anchor = state.ids[rows, state.length - 1]
-    tokens, first = flatten_rounds(anchor, block.ids, state.length - 1, lengths, active, bucket)
+    tokens, first = flatten_rounds(anchor, block.ids[:, :most], state.length - 1, lengths, active, bucket)
     with jax.named_scope("target_forward"):
         hidden, features, cache = plan.target.forward(params.target, state.target_cache, tokens, plan.taps)
     with jax.named_scope("target_logits"):
@@ -207,7 +218,7 @@ class _Drafted:
 
 
 def _draft(
-    plan: DecodePlan, params: DecodeParams, state: DecodeState, anchor: Int[Array, "R"], noise: Noise
+    plan: DecodePlan, params: DecodeParams, state: DecodeState, anchor: Int[Array, "R"], noise: Noise, bucket: int | None
 ) -> tuple[_Drafted, DecodeState]:
     """Propose and schedule, where the plan has a drafter and its planner lets it run; gives the state behind it."""
     active = ~state.finished
@@ -253,7 +264,9 @@ def _draft(
         state = dataclasses.replace(state, policy_state=policy_state)
     else:
         lengths = policy.lengths(*asked)
-    lengths = jnp.where(probe, plan.block_size, lengths)
+    # A probe takes what the others leave of a bucket that is settled.
+    room = plan.block_size if bucket is None else jnp.maximum(bucket - jnp.where(active, 1 + lengths, 0).sum(), 0)
+    lengths = jnp.where(probe, jnp.minimum(lengths + room, plan.block_size), lengths)
     # A draft that the budget would cut off again is not worth verifying; the budget was fixed before the round.
     lengths = jnp.where(active, jnp.minimum(lengths, state.limit - state.length - 1), 0)
     return _Drafted(block, lengths, probe, runs), state
@@ -313,17 +326,22 @@ def decode_round(plan: DecodePlan, params: DecodeParams, state: DecodeState, buc
     active = ~state.finished
     anchor = state.ids[rows, state.length - 1]
     noise = Noise.of_round(state.seed, state.request_id, state.round)
-    drafted, state = _draft(plan, params, state, anchor, noise)
+    drafted, state = _draft(plan, params, state, anchor, noise, bucket)
     block, lengths = drafted.block, drafted.lengths
 
-    verify = functools.partial(_verify_bucket, plan, params, state, block, lengths, noise)
     buckets = plan.buckets(num_rows) if bucket is None else (bucket,)
-    if len(buckets) == 1:
-        verdict, hidden, features, cache = verify(buckets[0])
+    needed = jnp.where(active, 1 + lengths, 0).sum()
+    sizes = [(size, plan.block_size) for size in buckets]
+    choice = jnp.searchsorted(jnp.asarray(buckets, jnp.int32), needed).astype(jnp.int32)
+    if plan.planner is not None:
+        # Without drafts the pass is that of plain decoding: a token each, and attention for no more than that.
+        sizes.append((num_rows, 0))
+        choice = jnp.where(drafted.runs, choice, len(buckets)).astype(jnp.int32)
+    verify = functools.partial(_verify_bucket, plan, params, state, block, lengths, noise)
+    if len(sizes) == 1:
+        verdict, hidden, features, cache = verify(*sizes[0])
     else:
-        needed = jnp.where(active, 1 + lengths, 0).sum()
-        choice = jnp.searchsorted(jnp.asarray(buckets, jnp.int32), needed).astype(jnp.int32)
-        verdict, hidden, features, cache = jax.lax.switch(choice, [functools.partial(verify, size) for size in buckets])
+        verdict, hidden, features, cache = jax.lax.switch(choice, [functools.partial(verify, *each) for each in sizes])
 
     place = jnp.arange(plan.block_size + 1, dtype=jnp.int32)
     chain = jnp.concatenate([block.ids, jnp.zeros((num_rows, 1), jnp.int32)], axis=1)

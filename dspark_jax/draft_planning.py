@@ -1,5 +1,7 @@
 """Whether to draft at all, and how many tokens: decided before the drafter runs, from past rounds alone.
 
+Blocks that are written in one pass cost the same whatever their length: of them `decode_round` asks only whether to draft.
+
 Verifying less saves nothing of what drafting costs. On requests that are hard to predict, and under full load, that cost does not
 come back; then the round is better run without the drafter. What past rounds say is the calibrated survival that they showed, as it
 was: every drafted round shows it for all positions, verified or not, so that it is not censored by the schedule, and a mean of it
@@ -69,12 +71,13 @@ class DraftPlanner:
     Attributes:
       curve: cost of a round; its `draft_seconds` are those of a drafted round whatever its length.
       constants: survival per position, never rising (one per draft): what is expected before anything is known.
-      seconds_per_draft: what each drafted position costs more; 0 for drafters that write their block in one pass.
+      seconds_per_draft: what each drafted position costs more, for loops that draft no more than is planned; 0 elsewhere.
       undrafted_seconds: of a round beside the target's step where nothing is drafted.
       memory: blocks remembered, at least; always whole rounds.
-      foreign: weight of a remembered round none of whose requests is active, against one all of whose are.
+      foreign: weight of every remembered round, to which the share of its requests that are active is added.
       probe_share: share of the rounds with a probe, in 0..1.
-      margin: by how much a round with drafts must promise more than one without: at an even balance nothing flips from round to round.
+      margin: tokens per active request by which a round with drafts must promise more than one without: at an even balance nothing
+        flips from round to round.
     """
 
     curve: CostCurve
@@ -149,6 +152,8 @@ class DraftPlanner:
         here = jnp.any((history.request_id[:, :, None] == request_id) & active, axis=2)
         shares = jnp.sum(here.astype(jnp.float32), axis=1) / jnp.maximum(jnp.sum(was_active.astype(jnp.float32), axis=1), 1.0)
         weight = shares + self.foreign
+        # Where strangers count for nothing and nobody is known, all count alike.
+        weight = jnp.where(jnp.sum(weight) > 0, weight, 1.0)
         gains = jnp.sum(weight[:, None] * jax.vmap(gain)(history.survival, was_active), axis=0) / jnp.sum(weight)
         gains = gains - gains[0]
         best = jnp.argmax(gains).astype(jnp.int32)

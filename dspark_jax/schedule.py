@@ -49,11 +49,12 @@ def default_schedule(
     """The policy and the planner to use where nothing speaks for others: fields `policy` and `planner` of a `DecodePlan`.
 
     Forecast stop for small batches. From `LARGE_BATCH` requests on capacity and top-K, which come to the same in throughput
-    (`experiments/results/scheduling.md`), and whose bucket can be known two rounds ahead.
+    (`experiments/results/scheduling.md`), and whose bucket is known before the round is drafted.
 
     Args:
       curve: cost of a round of so many requests; give the plan its `ladder` too.
-      continuation: per position, the chance that a draft is accepted given that those before it were.
+      continuation: per position, the chance that a draft is accepted given that those before it were, at the temperature of the
+        requests: `survival["continuation"]` of a `LoadedDrafter`.
       undrafted_seconds: of a round beside the target's step where nothing is drafted.
 
     Raises:
@@ -61,6 +62,10 @@ def default_schedule(
     """
     if num_rows < 1:
         raise ValueError(f"num_rows is {num_rows}; allowed are integers of at least 1")
+    if not continuation or not all(0 <= chance <= 1 for chance in continuation):
+        raise ValueError(f"continuation is {continuation}; allowed is one number from 0 to 1 per draft")
+    if curve.tokens[-1] < num_rows:
+        raise ValueError(f"curve has no bucket for num_rows {num_rows}; its largest is {curve.tokens[-1]}")
     constants = tuple(itertools.accumulate(continuation, operator.mul))
     planner = DraftPlanner(curve, constants, undrafted_seconds=undrafted_seconds)
     return (CapacityTopK(curve, constants) if num_rows >= LARGE_BATCH else ForecastStop(curve, continuation)), planner

@@ -79,7 +79,7 @@ class RegretOptions:
       drafter: folder of the drafter that was recorded, for its calibration.
       curves: folder of curve families; all of them are used.
       concurrency: numbers of requests.
-      temperatures: of the recorded answers.
+      temperatures: of the recorded answers, 0 and 1.
       rounds_scale: share of the usual number of rounds, for a trial.
       out: folder for CSV and PNG files.
     """
@@ -96,6 +96,8 @@ class RegretOptions:
         unknown = [each for each in self.concurrency if each not in ROUNDS]
         if unknown or not self.concurrency:
             raise ValueError(f"concurrency is {self.concurrency}; allowed are some of {tuple(ROUNDS)}")
+        if not self.curves.is_dir():
+            raise ValueError(f"curves is {self.curves}; allowed is a folder of curve families")
         if not 0 < self.rounds_scale <= 1:
             raise ValueError(f"rounds_scale is {self.rounds_scale}; allowed are numbers above 0, up to 1")
 
@@ -124,10 +126,10 @@ def made_up(num_rows: int, block_size: int) -> dict[str, tuple[StepCurve, float]
         }
 
 
-def curves_at(folder: Path, num_rows: int, block_size: int) -> tuple[list[str], CurveArrays]:
-    """Names and costs of all curves for so many requests: those of the folder, and the made-up ones."""
+def curves_at(folder: Path | None, num_rows: int, block_size: int) -> tuple[list[str], CurveArrays]:
+    """Names and costs of all curves for so many requests: those of the folder if there is one, and the made-up ones."""
     found: dict[str, tuple[StepCurve, float]] = {}
-    for path in sorted(folder.glob("*.json")):
+    for path in sorted(folder.glob("*.json")) if folder is not None else ():
         for costs in read_family(path).curves:
             if costs.rows == num_rows:
                 found[path.stem] = (costs.curve, costs.undrafted_seconds)
@@ -214,7 +216,7 @@ def sweep(tables: Mapping[int, tuple[Table, tuple[float, ...]]], num_rounds: int
     rows = []
     for temperature, (table, _) in tables.items():
         # Costs play no part in a threshold's decisions.
-        _, curves = curves_at(Path("no curves but the made-up ones"), 1, table.survival.shape[2])
+        _, curves = curves_at(None, 1, table.survival.shape[2])
         curves = jax.tree.map(lambda leaf: leaf[:1], curves)
         for name, rule in (("per step", ConfidenceThreshold), ("cumulative", SurvivalThreshold)):
             for threshold in THRESHOLDS:

@@ -174,7 +174,16 @@ def test_a_calibration_in_the_state_learns_from_the_rounds_and_schedules_them():
     assert float(calibration.reached.sum()) > 30
 
 
+def test_a_probe_takes_what_the_others_leave_of_a_bucket_that_the_caller_chose():
+    """[F2] Four requests with a draft each are eight tokens; in a bucket of nine, the probe has one more."""
+    plan, params = _plan(policy=FixedLength(1), planner=dataclasses.replace(PLANNER, probe_share=1.0))
+    _, stats = step(plan, params, _begin(plan, params), 9)
+    assert bool(stats.drafted) and np.array_equal(np.asarray(stats.verified), 1 + np.asarray(stats.probe))
+
+
 def test_bad_plans_are_refused():
+    with pytest.raises(ValueError, match="drafter is None; a plan with a planner needs one"):
+        DecodePlan(ToyTarget(VOCAB), planner=PLANNER)
     with pytest.raises(ValueError, match="planner has 2 constants; allowed is one per draft, of which there are 3"):
         _plan(planner=dataclasses.replace(PLANNER, constants=(0.5, 0.25)))
     plan, params = _plan()

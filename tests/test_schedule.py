@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dspark_jax.schedule import (
+    CapacityTopK,
     ConfidenceThreshold,
     FixedLength,
     FlatCurveWarning,
@@ -23,6 +24,7 @@ from dspark_jax.schedule import (
     SurvivalThreshold,
     admit_top_k,
     best_prefix,
+    default_schedule,
     select_prefix,
 )
 
@@ -270,6 +272,22 @@ def test_falling_rates_trim_and_rising_ones_verify_everything():
         flat = StepCurve(tokens=(3, 15), seconds_per_step=(1.0, 1.0))
     for curve in (cheap, flat):
         assert np.all(np.asarray(PrefixSchedule(curve).lengths(survival, ALL, CONTEXT, IDS)) == G)
+
+
+def test_the_default_changes_with_the_batch_and_refuses_what_it_cannot_serve():
+    large = StepCurve(tokens=(128, 640), seconds_per_step=(1.0, 2.0))
+    assert isinstance(default_schedule(STAIRCASE, CONTINUATION, 1)[0], ForecastStop)
+    policy, planner = default_schedule(large, CONTINUATION, 128, undrafted_seconds=0.01)
+    assert isinstance(policy, CapacityTopK) and planner.constants == policy.constants == tuple(np.cumprod(CONTINUATION).tolist())
+    assert planner.undrafted_seconds == 0.01
+    for arguments, message in (
+        ((STAIRCASE, CONTINUATION, 0), "num_rows is 0"),
+        ((STAIRCASE, CONTINUATION, 16), "curve has no bucket for num_rows 16; its largest is 15"),
+        ((STAIRCASE, (1.2, 0.5), 1), r"continuation is \(1.2, 0.5\)"),
+        ((STAIRCASE, (), 1), r"continuation is \(\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            default_schedule(*arguments)
 
 
 def test_bad_policies_are_refused():

@@ -121,6 +121,11 @@ def test_a_request_counts_by_its_own_rounds_as_soon_as_it_has_some():
     assert int(plan(history, one, context, jnp.array([4], jnp.int32), SEED).draft_length) == G
 
 
+def test_where_strangers_count_for_nothing_and_nobody_is_known_all_rounds_count():
+    alone = dataclasses.replace(PLANNER, foreign=0.0)
+    assert int(jax.jit(alone.plan)(alone.init_history(R), ONE, CONTEXT, IDS, SEED).draft_length) == G
+
+
 def test_a_round_without_drafts_teaches_nothing_and_the_end_of_a_short_one_is_taken_to_fall_as_usual():
     history = _after(np.tile([0.5, 0.25, 0.125], (R, 1)), 2)
     undrafted = OBSERVE(history, jnp.ones((R, G)), jnp.int32(0), ALL, IDS)
