@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from dspark_jax.calibration_identity import CalibratorIdentity
+from dspark_jax.prefix_ranking import require_survival
 from dspark_jax.protocols import DraftBlock, SurvivalModel
 from dspark_jax.typing import Array, Float, typed
 
@@ -45,9 +46,7 @@ class ConstantSurvival:
     per_position: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        in_order = (1.0, *self.per_position, 0.0)
-        if not self.per_position or any(not later <= earlier for earlier, later in zip(in_order, in_order[1:], strict=False)):
-            raise ValueError(f"per_position is {self.per_position}; allowed are numbers from 1 down to 0 that never rise, one per draft")
+        require_survival("per_position", self.per_position)
 
     @property
     def continuation(self) -> tuple[float, ...]:

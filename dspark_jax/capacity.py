@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from flax import struct
 
-from dspark_jax.prefix_ranking import admit_top_k, cleaned, rank
+from dspark_jax.prefix_ranking import admit_top_k, cleaned, rank, require_survival
 from dspark_jax.step_curve import CostCurve, StepCurve, mean_context
 from dspark_jax.typing import Array, Bool, Float, Int, typed
 
@@ -92,9 +92,7 @@ class CapacityTopK:
     constants: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        in_order = (1.0, *self.constants, 0.0)
-        if not self.constants or any(not later <= earlier for earlier, later in zip(in_order, in_order[1:], strict=False)):
-            raise ValueError(f"constants is {self.constants}; allowed are numbers from 1 down to 0 that never rise, one per draft")
+        require_survival("constants", self.constants)
 
     def init_state(self, num_rows: int, block_size: int) -> CapacityState:
         """Nothing remembered."""

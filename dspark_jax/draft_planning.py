@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from dspark_jax.prefix_ranking import cleaned, rank
+from dspark_jax.prefix_ranking import cleaned, rank, require_survival
 from dspark_jax.step_curve import CostCurve, mean_context
 from dspark_jax.typing import Array, Bool, Float, Int, UInt32, typed
 from pallas_kernels.noise import Stream, round_key, site_key, uniform
@@ -90,9 +90,7 @@ class DraftPlanner:
     margin: float = 0.0
 
     def __post_init__(self) -> None:
-        in_order = (1.0, *self.constants, 0.0)
-        if not self.constants or any(not later <= earlier for earlier, later in zip(in_order, in_order[1:], strict=False)):
-            raise ValueError(f"constants is {self.constants}; allowed are numbers from 1 down to 0 that never rise, one per draft")
+        require_survival("constants", self.constants)
         for name in ("foreign", "probe_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; allowed are numbers from 0 to 1")

@@ -37,6 +37,13 @@ class Ranking:
         return num_active.astype(jnp.float32) + jnp.concatenate([jnp.zeros((1,), jnp.float32), jnp.cumsum(self.survival)])
 
 
+def require_survival(field: str, values: tuple[float, ...]) -> None:
+    """Refuse what is no survival per position: numbers from 1 down to 0 that never rise, one per draft."""
+    in_order = (1.0, *values, 0.0)
+    if not values or any(not later <= earlier for earlier, later in zip(in_order, in_order[1:], strict=False)):
+        raise ValueError(f"{field} is {values}; allowed are numbers from 1 down to 0 that never rise, one per draft")
+
+
 @typed
 def cleaned(survival: Float[Array, "R G"]) -> Float[Array, "R G"]:
     """Survival as every decision reads it: from 0 to 1, NaN as 0, never rising along a block."""

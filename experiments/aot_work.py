@@ -22,13 +22,10 @@ from dspark_jax.sampling import Noise, Sampling
 from dspark_jax.typing import Array
 from experiments.drafter_costs import Work, work_of
 from experiments.hlo_traffic import main_memory_bytes
-from experiments.step_timing import batch_tokens, commit_pass, committed_round, head_pass, layer_pass
+from experiments.step_timing import SLOTS_AHEAD, batch_tokens, commit_pass, committed_round, head_pass, layer_pass
 
 SMALL_VOCABULARY = 256
 """Of the embeddings that the compiled programs look rows up in, so that the tables are no part of the cost."""
-
-SLOTS_AHEAD = 64
-"""Slots of a cache beyond the context that a round starts from."""
 
 
 @dataclasses.dataclass(frozen=True)

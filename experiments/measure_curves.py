@@ -28,11 +28,10 @@ from dspark_jax.typing import Params
 from dspark_jax.weights import load_drafter, load_target
 from experiments.command_line import run_command
 from experiments.profile_steps import RELEASED_DRAFTER, describe_device, device_text
-from experiments.step_curves import ROWS, CurveFamily, RoundCosts, buckets_of, write_family
-from experiments.step_timing import batch_tokens, has_layers, head_pass, interleaved, layer_pass, time_commit, time_drafting
+from experiments.step_curves import ROWS, CurveFamily, RoundCosts, buckets_of, rounded, write_family
+from experiments.step_timing import SLOTS_AHEAD, batch_tokens, head_pass, interleaved, layer_pass, split_layers, time_commit, time_drafting
 
 FOLDER = Path(__file__).resolve().parent / "results" / "step_curves"
-SLOTS_AHEAD = 64
 DEFAULT_CONTEXTS = (128, 320)
 
 
@@ -90,15 +89,9 @@ class LayerTimer:
     """
 
     def __init__(self, target: Any, params: Params, options: CurveOptions) -> None:
-        if not has_layers(target, params):
-            raise ValueError(
-                f"target is {options.target}; allowed are targets that are a stack of equal layers (num_layers, layers_0, ...)"
-            )
         self.target, self.options = target, options
-        self.num_layers = target.config.num_layers
-        self.one_layer = dataclasses.replace(target, config=dataclasses.replace(target.config, num_layers=1))
-        outside = {name: leaf for name, leaf in params.items() if not name.startswith("layers_")}
-        self.layers = [{**outside, "layers_0": params[f"layers_{index}"]} for index in range(self.num_layers)]
+        self.one_layer, self.layers = split_layers(target, params)
+        self.num_layers = len(self.layers)
         self.head = target.head(params)
 
     def seconds(self, rows: int, block_size: int, advance: Callable[[], None]) -> dict[tuple[int, int], float]:
@@ -146,14 +139,14 @@ def measure_round(timer: LayerTimer, params: DecodeParams, drafter: Drafter, row
     options, block = timer.options, drafter.block_size
     found = timer.seconds(rows, block, advance)
     buckets = buckets_of(rows, block)
-    first, *longer = [(context, tuple(_rounded(found[context, bucket]) for bucket in buckets)) for context in options.contexts]
+    first, *longer = [(context, tuple(rounded(found[context, bucket]) for bucket in buckets)) for context in options.contexts]
     max_len = options.contexts[-1] + SLOTS_AHEAD
     timing: dict[str, Any] = {"max_len": max_len, "rows": rows, "repetitions": options.repetitions}
     models = (drafter, params.drafter, params.draft_head, timer.target.spec.width)
     drafting = time_drafting(*models, **timing, enough_seconds=options.enough_seconds)
     commit = time_commit(*models, **timing, enough_seconds=options.enough_seconds)
-    curve = StepCurve(buckets, first[1], _rounded(drafting), first[0], tuple(longer))
-    return RoundCosts(rows, curve, _rounded(commit / (block + 1)), _rounded(commit))
+    curve = StepCurve(buckets, first[1], rounded(drafting), first[0], tuple(longer))
+    return RoundCosts(rows, curve, rounded(commit / (block + 1)), rounded(commit))
 
 
 def notes_of(options: CurveOptions, block_size: int) -> tuple[str, ...]:
@@ -210,10 +203,6 @@ def show(family: CurveFamily, title: str, console: Console) -> None:
         seconds = (costs.curve.seconds_per_step[0], costs.curve.seconds_per_step[-1], costs.curve.draft_seconds, costs.commit_seconds)
         table.add_row(str(costs.rows), *(f"{each * 1e3:.3g}" for each in seconds))
     console.print(table)
-
-
-def _rounded(seconds: float) -> float:
-    return float(f"{seconds:.5g}")
 
 
 if __name__ == "__main__":

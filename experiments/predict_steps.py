@@ -29,13 +29,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from dspark_jax.step_curve import CurveWarning, StepCurve
 from dspark_jax.weights import load_drafter, load_target
-from experiments.aot_work import SLOTS_AHEAD, Compiled, Compiler, Pair, compile_all, num_compilations, topology_device
+from experiments.aot_work import Compiled, Compiler, Pair, compile_all, num_compilations, topology_device
 from experiments.command_line import run_command
 from experiments.drafter_costs import Work
 from experiments.measure_curves import FOLDER, show
 from experiments.model_presets import MODEL_PRESETS
 from experiments.profile_steps import RELEASED_DRAFTER
-from experiments.step_curves import ROWS, CurveFamily, RoundCosts, buckets_of, write_family
+from experiments.step_curves import ROWS, CurveFamily, RoundCosts, buckets_of, rounded, write_family
+from experiments.step_timing import SLOTS_AHEAD
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,12 +127,12 @@ def round_costs(found: Compiled, chip: Chip, options: PredictOptions, rows: int,
     def step_seconds(context: int) -> tuple[float, ...]:
         layers = [num_layers * chip.seconds(layer_work(found, context, rows, bucket)) for bucket in buckets]
         heads = [chip.seconds(between(bucket, found.head)) for bucket in buckets]
-        return tuple(_rounded(options.launch_seconds + layer + head) for layer, head in zip(layers, heads, strict=True))
+        return tuple(rounded(options.launch_seconds + layer + head) for layer, head in zip(layers, heads, strict=True))
 
     first, *longer = [(context, step_seconds(context)) for context in options.contexts]
     propose, commit = (chip.seconds(between(rows, known)) for known in (found.propose, found.commit))
-    curve = StepCurve(buckets, first[1], _rounded(propose + commit), first[0], tuple(longer))
-    return RoundCosts(rows, curve, _rounded(commit / (block_size + 1)), _rounded(commit))
+    curve = StepCurve(buckets, first[1], rounded(propose + commit), first[0], tuple(longer))
+    return RoundCosts(rows, curve, rounded(commit / (block_size + 1)), rounded(commit))
 
 
 def family_of(name: str, pair: Pair, chip: Chip, found: Compiled, options: PredictOptions) -> CurveFamily:
@@ -211,10 +212,6 @@ def _libtpu_version() -> str | None:
         return importlib.metadata.version("libtpu")
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _rounded(seconds: float) -> float:
-    return float(f"{seconds:.5g}")
 
 
 if __name__ == "__main__":

@@ -125,16 +125,15 @@ class Planned:
     Attributes:
       make: from the curve to the policy.
       constants: survival per position that nothing is known of.
-      probe_share, margin: of the planner.
+      probe_share: of the planner.
     """
 
     make: Any
     constants: tuple[float, ...]
-    probe_share: float = 0.005
-    margin: float = 0.0
+    probe_share: float = DraftPlanner.probe_share
 
     def _planner(self, curve: Any) -> DraftPlanner:
-        return DraftPlanner(curve, self.constants, probe_share=self.probe_share, margin=self.margin)
+        return DraftPlanner(curve, self.constants, probe_share=self.probe_share)
 
     def init(self, num_rows: int, block_size: int) -> Any:
         """Of both."""

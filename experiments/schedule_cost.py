@@ -39,14 +39,13 @@ from experiments.command_line import run_command
 from experiments.profile_steps import RELEASED_DRAFTER, describe_device, device_text
 from experiments.result_files import write_json
 from experiments.step_curves import RoundCosts, load_curves
-from experiments.step_timing import batch_tokens, has_layers, head_pass, interleaved, layer_pass
+from experiments.step_timing import SLOTS_AHEAD, batch_tokens, head_pass, interleaved, layer_pass, split_layers
 from pallas_kernels.noise import seed_key
 
 GOAL = 0.01
 RESULTS = Path(__file__).resolve().parent / "results"
 RUN_LENGTH = 20
 """A decision takes so little that one repetition times so many of them."""
-SLOTS_AHEAD = 64
 PLANNER, BOTH = "draft planner", "planner and capacity + top-K"
 
 
@@ -162,11 +161,7 @@ def time_in_turns(
     Raises:
       ValueError: the target is no stack of equal layers.
     """
-    if not has_layers(target, params):
-        raise ValueError(f"target is {options.target}; allowed are targets that are a stack of equal layers (num_layers, layers_0, ...)")
-    one_layer = dataclasses.replace(target, config=dataclasses.replace(target.config, num_layers=1))
-    outside = {name: leaf for name, leaf in params.items() if not name.startswith("layers_")}
-    layers = [{**outside, "layers_0": params[f"layers_{index}"]} for index in range(target.config.num_layers)]
+    one_layer, layers = split_layers(target, params)
     head = target.head(params)
     tokens = {bucket: batch_tokens(options.rows, bucket, block_size, options.context) for bucket in buckets}
 

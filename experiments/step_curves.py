@@ -90,6 +90,11 @@ def buckets_of(rows: int, block_size: int) -> tuple[int, ...]:
     return tuple(sorted({*(math.floor(rows * share + 0.5) for share in TOKENS_PER_REQUEST if rows * share < most), most}))
 
 
+def rounded(seconds: float) -> float:
+    """Five digits, as costs are written."""
+    return float(f"{seconds:.5g}")
+
+
 def write_family(folder: Path, family: CurveFamily) -> Path:
     """Write `folder`/NAME.json, whole or not at all; gives the file."""
     content = dataclasses.asdict(family) | {"notes": list(family.notes)}

@@ -20,6 +20,9 @@ from dspark_jax.typing import Array, Params
 
 Size = TypeVar("Size", bound=Hashable)
 
+SLOTS_AHEAD = 64
+"""Slots of a cache beyond the context that a round starts from."""
+
 
 @functools.partial(jax.jit, static_argnums=(0, 3), donate_argnums=2)
 def layer_pass(target: Target, params: Params, cache: Any, taps: tuple[int, ...], tokens: FlatTokens) -> tuple[Array, Any, FlatTokens]:
@@ -141,6 +144,19 @@ def has_layers(target: Any, params: Params) -> bool:
     return layers > 0 and all(f"layers_{index}" in params for index in range(layers))
 
 
+def split_layers(target: Any, params: Params) -> tuple[Any, list[Params]]:
+    """The target with one layer, and its parameters with each layer in that place.
+
+    Raises:
+      ValueError: the target is no stack of equal layers.
+    """
+    if not has_layers(target, params):
+        raise ValueError(f"target is {target}; allowed are targets that are a stack of equal layers (num_layers, layers_0, ...)")
+    one_layer = dataclasses.replace(target, config=dataclasses.replace(target.config, num_layers=1))
+    outside = {name: leaf for name, leaf in params.items() if not name.startswith("layers_")}
+    return one_layer, [{**outside, "layers_0": params[f"layers_{index}"]} for index in range(target.config.num_layers)]
+
+
 def time_by_layer(
     target: Any, params: Params, sizes: Sequence[int], *, block_size: int, max_len: int, repetitions: int = 5
 ) -> dict[int, float]:
@@ -150,10 +166,7 @@ def time_by_layer(
       block_size: G; it sets the grid that attention works on.
       max_len: positions of the cache.
     """
-    layers = target.config.num_layers
-    one_layer = dataclasses.replace(target, config=dataclasses.replace(target.config, num_layers=1))
-    outside = {name: leaf for name, leaf in params.items() if not name.startswith("layers_")}
-    per_layer = [{**outside, "layers_0": params[f"layers_{index}"]} for index in range(layers)]
+    one_layer, per_layer = split_layers(target, params)
     head = target.head(params)
 
     def run(size: int, caches: tuple) -> tuple:
@@ -165,7 +178,7 @@ def time_by_layer(
         jax.block_until_ready(head_pass(head, hidden))
         return tuple(used)
 
-    caches = tuple(one_layer.init_cache(1, max_len) for _ in range(layers))
+    caches = tuple(one_layer.init_cache(1, max_len) for _ in per_layer)
     return interleaved(run, caches, sizes, repetitions)
 
 

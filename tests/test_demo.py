@@ -29,27 +29,14 @@ from experiments.demo_report import ALL, Answered, check_line, figures_of, repor
 from experiments.demo_rounds import Difference, Kind, Recording, first_difference, record, round_kinds
 from experiments.demo_setup import DemoOptions, Job, calibration_notes, continuation_of, jobs_of, settled
 from experiments.profile_steps import ProfileOptions, StepProfile
-from tests.tiny_models import LLAMA, random_params, write_target
+from tests.tiny_models import LLAMA, TINY_DRAFTER, random_params, write_target
 
 VOCAB = LLAMA["vocab_size"]
 BLOCK = 3
 TINY_BLOCK = 2
 STOP = 1
 
-DRAFTER = DSparkConfig(
-    vocab_size=VOCAB,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=1,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    block_size=TINY_BLOCK,
-    mask_token_id=2,
-    taps=(-1, 0),
-    num_target_layers=2,
-    markov_rank=4,
-)
+DRAFTER = DSparkConfig(block_size=TINY_BLOCK, **TINY_DRAFTER)
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 

@@ -25,7 +25,7 @@ from experiments.recalibrate import recalibrate
 from experiments.release_card import model_card
 from experiments.release_drafter import MAX_BYTES, RESULTS, Release, ReleaseFiles, calibrate, cut_drafter, stored_survival
 from experiments.release_readings import load_reading, spread_order, store_reading
-from tests.tiny_models import LLAMA, random_params, write_target
+from tests.tiny_models import LLAMA, TINY_DRAFTER, random_params, write_target
 
 ASSET = Path(dspark_jax.__file__).parent / "assets" / "smollm2_dspark"
 SMOLLM2 = TargetSpec(vocab_size=49152, width=576, num_layers=30, architecture="LlamaForCausalLM")
@@ -86,20 +86,7 @@ def folder(tmp_path_factory):
     """All that a recalibration reads, tiny: a target, a drafter, the same cut to 8 ids as the asset, texts, and readings of them."""
     path = tmp_path_factory.mktemp("release")
     write_target(path / "target")
-    config = DSparkConfig(
-        vocab_size=LLAMA["vocab_size"],
-        hidden_size=32,
-        intermediate_size=48,
-        num_layers=1,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        block_size=BLOCK,
-        mask_token_id=2,
-        taps=(-1, 0),
-        num_target_layers=2,
-        markov_rank=4,
-    )
+    config = DSparkConfig(block_size=BLOCK, **TINY_DRAFTER)
     save_drafter(path / "source", DSparkDrafter(config), random_params(DSparkDrafter(config), seed=1))
     by_frequency = np.random.default_rng(0).permutation(LLAMA["vocab_size"])
     np.save(path / "frequent_ids.npy", by_frequency)

@@ -136,17 +136,6 @@ def test_what_a_slot_remembers_of_another_request_is_dropped():
     assert np.all(np.asarray(idle.request_id[1]) == -1)
 
 
-def test_the_schedule_of_a_large_batch_lowers_for_accelerators():
-    rows, block = 256, 7
-    curve = StepCurve(tokens=(256, 512, 1024, 2048), seconds_per_step=(1.0, 1.2, 1.6, 2.4))
-    policy = CapacityTopK(curve, (0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2))
-    integers = jax.ShapeDtypeStruct((rows,), jnp.int32)
-    arguments = (jax.ShapeDtypeStruct((rows, block), jnp.float32), jax.ShapeDtypeStruct((rows,), jnp.bool_), integers, integers)
-    traced = jax.jit(policy.next_lengths).trace(policy.init_state(rows, block), *arguments)
-    for platform in ("tpu", "cuda"):
-        assert "sort" in traced.lower(lowering_platforms=(platform,)).as_text()
-
-
 def test_bad_constants_are_refused():
     with pytest.raises(ValueError, match="constants is"):
         CapacityTopK(CURVE, (0.5, 0.6))

@@ -11,11 +11,11 @@ import pytest
 
 from dspark_jax.calibrate import ConstantSurvival
 from dspark_jax.data import DOMAINS
-from dspark_jax.schedule import FixedLength, StepCurve, SurvivalThreshold
+from dspark_jax.schedule import FixedLength, StepCurve, SurvivalThreshold, default_schedule
 from experiments.recorded_rounds import RECORDED, RecordedBlocks, load_recorded
 from experiments.replay import Alone, CurveArrays, Forecast, Hindsight, Planned, Same, replay, table_of, throughput
 from experiments.result_files import write_csv
-from experiments.schedule_regret import ROUNDS, THRESHOLDS, RegretOptions, curves_at, made_up, policies, rows_of
+from experiments.schedule_regret import CONCURRENCY, RegretOptions, curves_at, made_up, policies, rows_of
 
 G = 3
 CURVE = StepCurve((1, 2, 3, 4), (1.0, 1.25, 1.5, 1.75), draft_seconds=0.5)
@@ -123,10 +123,18 @@ def test_rows_say_what_every_policy_did_relative_to_the_best_length(tmp_path):
         assert len(list(csv.DictReader(file))) == len(rows)
 
 
-def test_bad_options_are_refused_and_the_default_changes_with_the_batch():
+@pytest.mark.parametrize("num_rows", CONCURRENCY)
+def test_the_default_of_the_replay_is_that_of_the_library(num_rows):
+    continuation = (0.6, 0.5, 0.4, 0.5, 0.6, 0.5, 0.4)
+    curve = StepCurve((num_rows, 8 * num_rows), (1.0, 2.0))
+    policy, planner = default_schedule(curve, continuation, num_rows)
+    replayed = policies(continuation, num_rows)["default"]
+    assert isinstance(replayed, Planned) and replayed.make(curve) == policy
+    assert (replayed.constants, replayed.probe_share) == (pytest.approx(planner.constants), planner.probe_share)
+
+
+def test_bad_options_are_refused():
     with pytest.raises(ValueError, match="concurrency is"):
         RegretOptions(concurrency=(3,))
     with pytest.raises(ValueError, match="rounds_scale is 0"):
         RegretOptions(rounds_scale=0)
-    assert policies((0.5,) * 7, 1)["default"] != policies((0.5,) * 7, 512)["default"]
-    assert len(ROUNDS) == 10 and THRESHOLDS[0] == 0 and THRESHOLDS[-1] == 0.95

@@ -35,6 +35,22 @@ LLAMA = {
 }
 
 
+TINY_DRAFTER = {
+    "vocab_size": LLAMA["vocab_size"],
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_layers": 1,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+    "mask_token_id": 2,
+    "taps": (-1, 0),
+    "num_target_layers": 2,
+    "markov_rank": 4,
+}
+"""Fields of a drafter's config that fits `LLAMA`; the block size is missing."""
+
+
 def edit_json(path: Path, **changes) -> None:
     """Set fields of a JSON file; None removes one."""
     content = json.loads(path.read_text())
