@@ -62,7 +62,7 @@ class DraftPlanner:
 
     One number for the batch, because a drafter's pass is over all requests; which request gets how many of the drafts verified is
     the policy's part. With no drafter in a round its commits may wait: the loop keeps the target's features of the tokens emitted
-    since, and commits them in one batch before the next drafted round. What that costs per round is `undrafted_seconds`.
+    since, and commits them in one batch before the next drafted round. `undrafted` is what such a round costs.
 
     Seconds are paid for in tokens, at the rate at which plain decoding would have emitted them: at that price drafting pays if, on
     average over rounds like the last ones, what it adds exceeds what it costs. (A sum of tokens over a sum of seconds is raised by
@@ -72,10 +72,12 @@ class DraftPlanner:
       curve: cost of a round; its `draft_seconds` are those of a drafted round whatever its length.
       constants: survival per position, never rising (one per draft): what is expected before anything is known.
       seconds_per_draft: what each drafted position costs more, for loops that draft no more than is planned; 0 elsewhere.
-      undrafted_seconds: of a round beside the target's step where nothing is drafted.
+      undrafted: cost of a round in which nothing is drafted: its pass has one token per request, and attention one query; its
+        `draft_seconds` are the round's share of later commits. None: what `curve` says of so many tokens, without its `draft_seconds`.
       memory: blocks remembered, at least; always whole rounds.
       foreign: weight of every remembered round, to which the share of its requests that are active is added.
-      probe_share: share of the rounds with a probe, in 0..1.
+      probe_share: share of the rounds with a probe, in 0..1; less where such a round costs more than two of plain decoding, so that
+        probes take no more than this share of the time.
       margin: tokens per active request by which a round with drafts must promise more than one without: at an even balance nothing
         flips from round to round.
     """
@@ -83,10 +85,10 @@ class DraftPlanner:
     curve: CostCurve
     constants: tuple[float, ...]
     seconds_per_draft: float = 0.0
-    undrafted_seconds: float = 0.0
+    undrafted: CostCurve | None = None
     memory: int = 64
     foreign: float = 0.05
-    probe_share: float = 0.005
+    probe_share: float = 0.004
     margin: float = 0.0
 
     def __post_init__(self) -> None:
@@ -94,7 +96,7 @@ class DraftPlanner:
         for name in ("foreign", "probe_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; allowed are numbers from 0 to 1")
-        for name in ("seconds_per_draft", "undrafted_seconds", "margin"):
+        for name in ("seconds_per_draft", "margin"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} is {getattr(self, name)}; allowed are finite numbers of at least 0")
         if self.memory < 1:
@@ -127,24 +129,28 @@ class DraftPlanner:
         """
         num_rows, block_size = active.shape[0], len(self.constants)
         num_active = jnp.sum(active.astype(jnp.int32))
-        rate = self.curve.rates(num_rows * (block_size + 1), mean_context(context, active))
-        # inf beyond the largest bucket; the drafting of the curve is taken out, to be put in for drafted lengths alone.
-        seconds = 1 / rate - self.curve.draft_seconds
-        length = jnp.arange(block_size + 1, dtype=jnp.int32)
-        rest = jnp.where(length > 0, self.curve.draft_seconds + length.astype(jnp.float32) * self.seconds_per_draft, self.undrafted_seconds)
-        plain_seconds = seconds[num_active] + self.undrafted_seconds
+        at = mean_context(context, active)
+        # inf beyond the largest bucket.
+        seconds = 1 / self.curve.rates(num_rows * (block_size + 1), at)
+        if self.undrafted is None:
+            plain_seconds = seconds[num_active] - self.curve.draft_seconds
+        else:
+            plain_seconds = 1 / self.undrafted.rates(num_rows, at)[num_active]
         price = num_active.astype(jnp.float32) / plain_seconds
+        length = jnp.arange(1, block_size + 1, dtype=jnp.int32)
+        longer = length.astype(jnp.float32) * self.seconds_per_draft
 
-        def gain(survival: Float[Array, "R G"], was_active: Bool[Array, "R"]) -> Float[Array, "L"]:
-            """Tokens of one round like this one beyond those that its seconds are worth, for every draft length."""
+        def gain(survival: Float[Array, "R G"], was_active: Bool[Array, "R"]) -> Float[Array, "G"]:
+            """Tokens of one round like this one, beyond plain decoding and what its seconds are worth, for every draft length from 1 on."""
             ranking = rank(survival, was_active)
             scale = num_active.astype(jnp.float32) / jnp.maximum(jnp.sum(was_active.astype(jnp.float32)), 1.0)
             # One ranking for all draft lengths: those that a shorter block does not have are passed over.
             drafted = ranking.is_candidate & (ranking.position < length[:, None])
             tokens = jnp.ceil(scale * jnp.cumsum(drafted.astype(jnp.float32), axis=1)).astype(jnp.int32)
-            tokens = jnp.minimum(num_active + tokens, rate.shape[0] - 1)
+            tokens = jnp.minimum(num_active + tokens, seconds.shape[0] - 1)
             added = scale * jnp.cumsum(jnp.where(drafted, ranking.survival, 0.0), axis=1)
-            return jnp.maximum(jnp.max(added - price * (seconds[tokens] - seconds[num_active]), axis=1), 0.0) - price * rest
+            best = jnp.maximum(jnp.max(added - price * seconds[tokens], axis=1), -price * seconds[num_active])
+            return best + price * (plain_seconds - longer)
 
         was_active = history.request_id != NOBODY
         here = jnp.any((history.request_id[:, :, None] == request_id) & active, axis=2)
@@ -153,11 +159,13 @@ class DraftPlanner:
         # Where strangers count for nothing and nobody is known, all count alike.
         weight = jnp.where(jnp.sum(weight) > 0, weight, 1.0)
         gains = jnp.sum(weight[:, None] * jax.vmap(gain)(history.survival, was_active), axis=0) / jnp.sum(weight)
-        gains = gains - gains[0]
         best = jnp.argmax(gains).astype(jnp.int32)
-        planned = jnp.where(gains[best] > self.margin * num_active.astype(jnp.float32), best, 0)
+        planned = jnp.where(gains[best] > self.margin * num_active.astype(jnp.float32), best + 1, 0)
         probe_key = round_key(seed, NO_REQUEST, history.round)
-        is_probe = uniform(site_key(probe_key, Stream.PROBE, 0), 0, 0) < self.probe_share
+        # Of a round with a probe: its drafts come on top of a token per request, and their seconds on top of those of plain decoding.
+        probe_seconds = seconds[jnp.minimum(num_active + block_size, seconds.shape[0] - 1)] + block_size * self.seconds_per_draft
+        share = self.probe_share * jnp.minimum(plain_seconds / jnp.maximum(probe_seconds - plain_seconds, plain_seconds), 1.0)
+        is_probe = uniform(site_key(probe_key, Stream.PROBE, 0), 0, 0) < share
         # By the order of ids and not of slots: who is a probe does not depend on where it sits.
         before = jnp.sum((active & (request_id < request_id[:, None])).astype(jnp.int32), axis=1)
         drawn = uniform(site_key(probe_key, Stream.PROBE, 1), 0, 0) * num_active.astype(jnp.float32)

@@ -44,7 +44,7 @@ __all__ = [
 
 
 def default_schedule(
-    curve: StepCurve, continuation: tuple[float, ...], num_rows: int, undrafted_seconds: float = 0.0
+    curve: StepCurve, continuation: tuple[float, ...], num_rows: int, undrafted: StepCurve | None = None
 ) -> tuple[ForecastStop | CapacityTopK, DraftPlanner]:
     """The policy and the planner to use where nothing speaks for others: fields `policy` and `planner` of a `DecodePlan`.
 
@@ -55,7 +55,7 @@ def default_schedule(
       curve: cost of a round of so many requests; give the plan its `ladder` too.
       continuation: per position, the chance that a draft is accepted given that those before it were, at the temperature of the
         requests: `survival["continuation"]` of a `LoadedDrafter`.
-      undrafted_seconds: of a round beside the target's step where nothing is drafted.
+      undrafted: cost of a round in which nothing is drafted, as `DraftPlanner` has it.
 
     Raises:
       ValueError: `num_rows` below 1, or a value that policy or planner refuse.
@@ -67,5 +67,5 @@ def default_schedule(
     if curve.tokens[-1] < num_rows:
         raise ValueError(f"curve has no bucket for num_rows {num_rows}; its largest is {curve.tokens[-1]}")
     constants = tuple(itertools.accumulate(continuation, operator.mul))
-    planner = DraftPlanner(curve, constants, undrafted_seconds=undrafted_seconds)
+    planner = DraftPlanner(curve, constants, undrafted=undrafted)
     return (CapacityTopK(curve, constants) if num_rows >= LARGE_BATCH else ForecastStop(curve, continuation)), planner

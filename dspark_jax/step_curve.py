@@ -87,7 +87,7 @@ class StepCurve:
         if not (math.isfinite(self.draft_seconds) and self.draft_seconds >= 0):
             raise ValueError(f"draft_seconds is {self.draft_seconds}; allowed are finite numbers of at least 0")
         measured = self._measured
-        if np.all(measured.max(axis=1) <= measured.min(axis=1) * (1 + FLAT_WITHIN)):
+        if len(self.tokens) > 1 and np.all(measured.max(axis=1) <= measured.min(axis=1) * (1 + FLAT_WITHIN)):
             warnings.warn(
                 f"the cost curve is flat within {FLAT_WITHIN:.0%} from {self.tokens[0]} to {self.tokens[-1]} tokens: "
                 "verifying less gains nothing",

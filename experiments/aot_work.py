@@ -45,6 +45,7 @@ class Compiled:
 
     Attributes:
       layer: by context, requests and flat tokens per request (1, and 1 + G).
+      plain_layer: by context and requests; a token per request, and attention for one query.
       head: by flat tokens.
       propose, commit: by requests.
       ratios: for every kind of program, what was counted over what a count by hand gives, of every compilation: operations, bytes,
@@ -52,6 +53,7 @@ class Compiled:
     """
 
     layer: Mapping[tuple[int, int, int], Work]
+    plain_layer: Mapping[tuple[int, int], Work]
     head: Mapping[int, Work]
     propose: Mapping[int, Work]
     commit: Mapping[int, Work]
@@ -112,12 +114,17 @@ class Compiler:
         self.drafter_params = self._abstract(pair.drafter.abstract_params(), dtype)
         self.ratios: dict[str, list[tuple[float, float, float]]] = {name: [] for name in ("layer", "head", "propose", "commit")}
 
-    def layer(self, context: int, rows: int, per_request: int) -> Work:
-        """One layer of the target on `per_request` flat tokens of every request."""
+    def plain_layer(self, context: int, rows: int) -> Work:
+        """One layer of the target in a round without drafts: a token and a query per request."""
+        return self.layer(context, rows, 1, most_drafts=0)
+
+    def layer(self, context: int, rows: int, per_request: int, most_drafts: int | None = None) -> Work:
+        """One layer of the target on `per_request` flat tokens of every request; attention has 1 + `most_drafts` queries (None: 1 + G)."""
         num_tokens = rows * per_request
         params = self._abstract(self.one_layer.abstract_params(), self.dtype)
         cache = jax.eval_shape(lambda: self.one_layer.init_cache(rows, context + SLOTS_AHEAD, dtype=self.dtype))
-        tokens = jax.eval_shape(lambda: batch_tokens(rows, num_tokens, self.pair.drafter.block_size, context))
+        drafts = self.pair.drafter.block_size if most_drafts is None else most_drafts
+        tokens = jax.eval_shape(lambda: batch_tokens(rows, num_tokens, drafts, context))
         least = _bytes(params["layers_0"]) + _bytes((cache.keys, cache.values)) + 2 * self._hidden_bytes(num_tokens)
 
         def layer(weights: Any, state: Any, inputs: Any) -> Any:
@@ -220,15 +227,16 @@ def compile_all(compiler: Compiler, corners: Sequence[int], contexts: Sequence[i
     layer = {
         (context, rows, each): found(compiler.layer, context, rows, each) for context in contexts for rows in corners for each in (1, most)
     }
+    plain_layer = {(context, rows): found(compiler.plain_layer, context, rows) for context in contexts for rows in corners}
     head = {size: found(compiler.output_head, size) for size in _head_sizes(corners, most)}
     propose = {rows: found(compiler.propose, contexts[-1], rows) for rows in corners}
     commit = {rows: found(compiler.commit, contexts[-1], rows) for rows in corners}
-    return Compiled(layer, head, propose, commit, compiler.ratios)
+    return Compiled(layer, plain_layer, head, propose, commit, compiler.ratios)
 
 
 def num_compilations(corners: Sequence[int], contexts: Sequence[int], block_size: int) -> int:
     """How often `compile_all` compiles."""
-    return len(corners) * (2 * len(contexts) + 2) + len(_head_sizes(corners, block_size + 1))
+    return len(corners) * (3 * len(contexts) + 2) + len(_head_sizes(corners, block_size + 1))
 
 
 def _head_sizes(corners: Sequence[int], most: int) -> list[int]:

@@ -11,7 +11,7 @@ import dataclasses
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -137,16 +137,20 @@ class LayerTimer:
 def measure_round(timer: LayerTimer, params: DecodeParams, drafter: Drafter, rows: int, advance: Callable[[], None]) -> RoundCosts:
     """Costs of rounds of `rows` requests. Warns as `StepCurve` does."""
     options, block = timer.options, drafter.block_size
-    found = timer.seconds(rows, block, advance)
+    found, plain = timer.seconds(rows, block, advance), timer.seconds(rows, 0, advance)
     buckets = buckets_of(rows, block)
-    first, *longer = [(context, tuple(rounded(found[context, bucket]) for bucket in buckets)) for context in options.contexts]
+
+    def curve_of(seconds: Mapping[tuple[int, int], float], buckets: Sequence[int], rest: float) -> StepCurve:
+        first, *longer = [(context, tuple(rounded(seconds[context, bucket]) for bucket in buckets)) for context in options.contexts]
+        return StepCurve(tuple(buckets), first[1], rounded(rest), first[0], tuple(longer))
+
     max_len = options.contexts[-1] + SLOTS_AHEAD
     timing: dict[str, Any] = {"max_len": max_len, "rows": rows, "repetitions": options.repetitions}
     models = (drafter, params.drafter, params.draft_head, timer.target.spec.width)
     drafting = time_drafting(*models, **timing, enough_seconds=options.enough_seconds)
     commit = time_commit(*models, **timing, enough_seconds=options.enough_seconds)
-    curve = StepCurve(buckets, first[1], rounded(drafting), first[0], tuple(longer))
-    return RoundCosts(rows, curve, rounded(commit / (block + 1)), rounded(commit))
+    undrafted = curve_of(plain, (rows,), commit / (block + 1))
+    return RoundCosts(rows, curve_of(found, buckets, drafting), undrafted, rounded(commit))
 
 
 def notes_of(options: CurveOptions, block_size: int) -> tuple[str, ...]:
@@ -155,14 +159,15 @@ def notes_of(options: CurveOptions, block_size: int) -> tuple[str, ...]:
         *((options.note,) if options.note else ()),
         "Medians of interleaved repetitions after a warm-up; one compiled layer run with every layer's own weights, and the output head.",
         f"Rounds of more than {options.all_layers_up_to} flat tokens time {options.some_layers} layers of the stack, which count for all.",
-        f"A round's tokens are spread evenly over its requests; attention works on a grid of 1 + G = {block_size + 1} queries per request.",
+        f"A round's tokens are spread evenly over its requests; attention works on a grid of 1 + G = {block_size + 1} queries per request, "
+        "without drafts (undrafted) of one.",
         "Attention reads every slot of a cache, used or not: a context's costs are those in a cache of just enough slots, "
         f"{', '.join(f'{context + SLOTS_AHEAD} for {context}' for context in options.contexts)} committed tokens per request.",
         f"Layers have caches of their own, float32, up to {options.cache_gib:g} GiB per context; beyond it they take turns with fewer.",
         f"draft_seconds: a proposal of G = {block_size} tokens at temperature 0 and the commit of a round's tokens, "
         f"the drafter's caches having {options.contexts[-1] + SLOTS_AHEAD} slots.",
-        f"commit_seconds: {block_size + 1} positions per request. undrafted_seconds: that over {block_size + 1}, the share of one token "
-        "in a later commit of that width.",
+        f"commit_seconds: {block_size + 1} positions per request; the draft_seconds of undrafted: that over {block_size + 1}, the share of "
+        "one token in a later commit of that width.",
         "Not counted: the schedule itself, acceptance and bookkeeping.",
     )
 
@@ -183,7 +188,7 @@ def run(options: CurveOptions, console: Console) -> CurveFamily:
     with Progress(*columns, console=console) as progress, warnings.catch_warnings():
         # Measured curves have their dents; they are recorded here and judged where one of them is used.
         warnings.simplefilter("ignore", CurveWarning)
-        task = progress.add_task("timing rounds", total=sum(timer.runs(rows, block) for rows in options.rows))
+        task = progress.add_task("timing rounds", total=sum(timer.runs(rows, block) + timer.runs(rows, 0) for rows in options.rows))
         for rows in options.rows:
             progress.update(task, description=f"timing rounds of {rows} request{'s'[: rows > 1]}")
             curves.append(measure_round(timer, params, loaded.drafter, rows, lambda: progress.advance(task)))
@@ -197,10 +202,22 @@ def run(options: CurveOptions, console: Console) -> CurveFamily:
 def show(family: CurveFamily, title: str, console: Console) -> None:
     """A table of the family: milliseconds at both ends of every curve."""
     table = Table(
-        "requests", "nothing verified, ms", "everything verified, ms", "drafting, ms", "commit, ms", title=f"{family.name}: {title}"
+        "requests",
+        "plain, ms",
+        "nothing verified, ms",
+        "everything verified, ms",
+        "drafting, ms",
+        "commit, ms",
+        title=f"{family.name}: {title}",
     )
     for costs in family.curves:
-        seconds = (costs.curve.seconds_per_step[0], costs.curve.seconds_per_step[-1], costs.curve.draft_seconds, costs.commit_seconds)
+        seconds = (
+            costs.undrafted.seconds_per_step[0],
+            costs.curve.seconds_per_step[0],
+            costs.curve.seconds_per_step[-1],
+            costs.curve.draft_seconds,
+            costs.commit_seconds,
+        )
         table.add_row(str(costs.rows), *(f"{each * 1e3:.3g}" for each in seconds))
     console.print(table)
 

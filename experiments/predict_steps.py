@@ -18,7 +18,7 @@ import platform
 import sys
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import flax
@@ -124,15 +124,23 @@ def round_costs(found: Compiled, chip: Chip, options: PredictOptions, rows: int,
     """Roofline of a round of `rows` requests. Warns as `StepCurve` does."""
     buckets = buckets_of(rows, block_size)
 
-    def step_seconds(context: int) -> tuple[float, ...]:
-        layers = [num_layers * chip.seconds(layer_work(found, context, rows, bucket)) for bucket in buckets]
-        heads = [chip.seconds(between(bucket, found.head)) for bucket in buckets]
-        return tuple(rounded(options.launch_seconds + layer + head) for layer, head in zip(layers, heads, strict=True))
+    def seconds(layer: Work, num_tokens: int) -> float:
+        return rounded(options.launch_seconds + num_layers * chip.seconds(layer) + chip.seconds(between(num_tokens, found.head)))
 
-    first, *longer = [(context, step_seconds(context)) for context in options.contexts]
+    def step_seconds(context: int) -> tuple[float, ...]:
+        return tuple(seconds(layer_work(found, context, rows, bucket), bucket) for bucket in buckets)
+
+    def plain_seconds(context: int) -> tuple[float]:
+        corners = {each: work for (at, each), work in found.plain_layer.items() if at == context}
+        return (seconds(between(rows, corners), rows),)
+
+    def curve_of(tokens: tuple[int, ...], costs: Callable[[int], tuple[float, ...]], rest: float) -> StepCurve:
+        first, *longer = [(context, costs(context)) for context in options.contexts]
+        return StepCurve(tokens, first[1], rounded(rest), first[0], tuple(longer))
+
     propose, commit = (chip.seconds(between(rows, known)) for known in (found.propose, found.commit))
-    curve = StepCurve(buckets, first[1], rounded(propose + commit), first[0], tuple(longer))
-    return RoundCosts(rows, curve, rounded(commit / (block_size + 1)), rounded(commit))
+    undrafted = curve_of((rows,), plain_seconds, commit / (block_size + 1))
+    return RoundCosts(rows, curve_of(buckets, step_seconds, propose + commit), undrafted, rounded(commit))
 
 
 def family_of(name: str, pair: Pair, chip: Chip, found: Compiled, options: PredictOptions) -> CurveFamily:
@@ -163,8 +171,8 @@ def notes_of(found: Compiled, options: PredictOptions, block_size: int) -> tuple
         f"Compiled at {', '.join(map(str, options.corners))} requests with 1 and {block_size + 1} tokens each; operations and bytes "
         "are interpolated linearly in between.",
         "One layer, times the number of layers, and the output head; the drafter's loop over positions is written out. "
-        f"The grid of attention has {block_size + 1} queries per request; a cache has {SLOTS_AHEAD} slots more than the context, all of "
-        "which are read; the drafter's caches are those of the longest context.",
+        f"The grid of attention has {block_size + 1} queries per request, without drafts (undrafted) one; a cache has {SLOTS_AHEAD} slots "
+        "more than the context, all of which are read; the drafter's caches are those of the longest context.",
         "Bytes are those of the compiled program's operands and results in main memory, whole tiles counted; the compiler's own `bytes "
         "accessed` also counts on-chip copies. Weights lie in the layouts that the compiler chose; the few rows that are looked up in "
         "embeddings are left out.",
@@ -174,7 +182,7 @@ def notes_of(found: Compiled, options: PredictOptions, block_size: int) -> tuple
         "Caches count as read once and written where they are updated. At some sizes the compiler also copies whole caches into another "
         f"layout and back around its scatters: with these copies the same ratios are {', '.join(spread(kind, 2) for kind in kinds)}.",
         f"draft_seconds: a proposal of {block_size} tokens at temperature 0 and the commit of a round's tokens; commit_seconds: "
-        f"{block_size + 1} positions per request; undrafted_seconds: that over {block_size + 1}.",
+        f"{block_size + 1} positions per request; the draft_seconds of undrafted: that over {block_size + 1}.",
     )
 
 

@@ -30,18 +30,17 @@ class CurveArrays:
     Attributes:
       contexts: [C], ascending, at least two.
       seconds: [C, K], of the target's step.
-      draft_seconds, undrafted_seconds: of the rest of a round with and without the drafter.
+      draft_seconds: of the rest of a round.
       ladder: K buckets, ascending (static).
     """
 
     contexts: Array
     seconds: Array
     draft_seconds: Array
-    undrafted_seconds: Array
     ladder: tuple[int, ...] = struct.field(pytree_node=False)
 
     @classmethod
-    def of(cls, curve: StepCurve, undrafted_seconds: float, tokens: Sequence[int]) -> "CurveArrays":
+    def of(cls, curve: StepCurve, tokens: Sequence[int]) -> "CurveArrays":
         """The curve at the buckets `tokens`, straight lines between its own; one context counts for all."""
         contexts = [curve.context, *(at for at, _ in curve.longer)]
         costs = [np.interp(tokens, curve.tokens, each) for each in (curve.seconds_per_step, *(each for _, each in curve.longer))]
@@ -49,7 +48,7 @@ class CurveArrays:
             contexts, costs = [contexts[0], contexts[0] + 1], costs * 2
         envelope = np.minimum.accumulate(np.array(costs)[:, ::-1], axis=1)[:, ::-1]
         at, seconds = jnp.asarray(contexts, jnp.float32), jnp.asarray(envelope, jnp.float32)
-        return cls(at, seconds, jnp.float32(curve.draft_seconds), jnp.float32(undrafted_seconds), tuple(tokens))
+        return cls(at, seconds, jnp.float32(curve.draft_seconds), tuple(tokens))
 
     def bucket_seconds(self, context: Array) -> Array:
         """[..., K], of the target's step at contexts [...]."""
@@ -65,6 +64,17 @@ class CurveArrays:
     def step_seconds(self, num_tokens: Array, context: Array) -> Array:
         """Of the target's step on so many tokens of all requests together."""
         return self.bucket_seconds(context)[jnp.searchsorted(jnp.asarray(self.ladder, jnp.int32), num_tokens)]
+
+
+class Costs(NamedTuple):
+    """What rounds cost with and without drafts; the `draft_seconds` of `undrafted` are a planned round's share of later commits."""
+
+    drafted: CurveArrays
+    undrafted: CurveArrays
+
+    def plain_seconds(self, context: Array) -> Array:
+        """Of the target's step without drafts."""
+        return self.undrafted.bucket_seconds(context)[0]
 
 
 class View(NamedTuple):
@@ -91,7 +101,7 @@ class ReplayPolicy(Protocol):
         """State before the first round."""
         ...
 
-    def decide(self, curve: CurveArrays, state: Any, view: View) -> tuple[Decision, Any]:
+    def decide(self, costs: Costs, state: Any, view: View) -> tuple[Decision, Any]:
         """The round's decision and the next state."""
         ...
 
@@ -111,9 +121,9 @@ class Alone:
         policy = self.make(StepCurve((1, 2), (1.0, 2.0)))
         return policy.init_state(num_rows, block_size) if isinstance(policy, StatefulPolicy) else ()
 
-    def decide(self, curve: CurveArrays, state: Any, view: View) -> tuple[Decision, Any]:
+    def decide(self, costs: Costs, state: Any, view: View) -> tuple[Decision, Any]:
         """The policy's lengths."""
-        policy = self.make(curve)
+        policy = self.make(costs.drafted)
         lengths, state = _lengths(policy, state, view)
         return Decision(jnp.bool_(not (isinstance(policy, FixedLength) and policy.length == 0)), lengths), state
 
@@ -132,23 +142,21 @@ class Planned:
     constants: tuple[float, ...]
     probe_share: float = DraftPlanner.probe_share
 
-    def _planner(self, curve: Any) -> DraftPlanner:
-        return DraftPlanner(curve, self.constants, probe_share=self.probe_share)
+    def _planner(self, curve: Any, undrafted: Any = None) -> DraftPlanner:
+        return DraftPlanner(curve, self.constants, undrafted=undrafted, probe_share=self.probe_share)
 
     def init(self, num_rows: int, block_size: int) -> Any:
         """Of both."""
         return self._planner(StepCurve((1, 2), (1.0, 2.0))).init_history(num_rows), Alone(self.make).init(num_rows, block_size)
 
-    def decide(self, curve: CurveArrays, state: Any, view: View) -> tuple[Decision, Any]:
+    def decide(self, costs: Costs, state: Any, view: View) -> tuple[Decision, Any]:
         """No drafts where the planner says so; a probe is verified in full."""
         history, policy_state = state
-        # Only differences count: what an undrafted round costs beside the step is put into the step, and taken out of drafting.
-        rest = curve.undrafted_seconds
-        planner = self._planner(dataclasses.replace(curve, seconds=curve.seconds + rest, draft_seconds=curve.draft_seconds - rest))
+        planner = self._planner(*costs)
         plan = planner.plan(history, view.active, view.context, view.request_id, seed_key(0))
         runs, block_size = plan.draft_length > 0, view.survival.shape[1]
         history = planner.observe(history, view.survival, jnp.where(runs, block_size, 0), view.active, view.request_id)
-        lengths, policy_state = _lengths(self.make(curve), policy_state, view._replace(active=view.active & runs))
+        lengths, policy_state = _lengths(self.make(costs.drafted), policy_state, view._replace(active=view.active & runs))
         return Decision(runs, jnp.where(plan.probe, block_size, lengths)), (history, policy_state)
 
 
@@ -160,16 +168,16 @@ class Hindsight:
         """Nothing to remember."""
         return ()
 
-    def decide(self, curve: CurveArrays, state: Any, view: View) -> tuple[Decision, Any]:
+    def decide(self, costs: Costs, state: Any, view: View) -> tuple[Decision, Any]:
         """The best of all lengths given the outcomes, 0 without any drafting cost included."""
         block_size = view.survival.shape[1]
         outcome = (jnp.arange(block_size) < view.accepted[:, None]).astype(jnp.float32)
-        oracle: Any = Oracle(curve)  # pyright: ignore[reportArgumentType]
+        oracle: Any = Oracle(costs.drafted)  # pyright: ignore[reportArgumentType]
         lengths = oracle.lengths(outcome, view.active, view.context, view.request_id)
         live = jnp.sum(view.active.astype(jnp.int32))
         tokens, at = live + jnp.sum(lengths), mean_context(view.context, view.active)
-        drafted = tokens.astype(jnp.float32) / (curve.step_seconds(tokens, at) + curve.draft_seconds)
-        runs = drafted > live.astype(jnp.float32) / curve.step_seconds(live, at)
+        drafted = tokens.astype(jnp.float32) / (costs.drafted.step_seconds(tokens, at) + costs.drafted.draft_seconds)
+        runs = drafted > live.astype(jnp.float32) / costs.plain_seconds(at)
         return Decision(runs, jnp.where(runs, lengths, 0)), state
 
 
@@ -212,8 +220,8 @@ def table_of(blocks: RecordedBlocks, model: SurvivalModel, temperature: float, s
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3, 4, 5))
-def replay(policy: ReplayPolicy, curves: CurveArrays, table: Table, num_rows: int, num_rounds: int, passes: int = 0) -> Rounds:
-    """`num_rounds` rounds of `num_rows` requests on every curve (leading axis of `curves`).
+def replay(policy: ReplayPolicy, costs: Costs, table: Table, num_rows: int, num_rounds: int, passes: int = 0) -> Rounds:
+    """`num_rounds` rounds of `num_rows` requests on every curve (leading axis of `costs`).
 
     Args:
       passes: where not 0, each slot stops behind so many passes over all texts, and rounds without requests cost nothing. Every
@@ -223,7 +231,7 @@ def replay(policy: ReplayPolicy, curves: CurveArrays, table: Table, num_rows: in
     slots = jnp.arange(num_rows, dtype=jnp.int32)
     start = slots * num_texts // num_rows if num_rows <= num_texts else slots % num_texts
 
-    def on(curve: CurveArrays) -> Rounds:
+    def on(costs: Costs) -> Rounds:
         def one(carry: Any, _: None) -> tuple[Any, Rounds]:
             answered, anchor, state = carry
             text = (start + answered) % num_texts
@@ -231,13 +239,16 @@ def replay(policy: ReplayPolicy, curves: CurveArrays, table: Table, num_rows: in
             context = table.context[text] + anchor
             accepted = table.accepted[text, anchor]
             view = View(table.survival[text, anchor], active, context, slots + num_rows * answered, accepted)
-            decision, state = policy.decide(curve, state, view)
+            decision, state = policy.decide(costs, state, view)
             lengths = jnp.where(active & decision.runs, decision.lengths, 0)
             # The last token of a text is emitted whatever follows it.
             emitted = jnp.where(active, jnp.minimum(1 + jnp.minimum(accepted, lengths), table.anchors[text] - anchor), 0)
             tokens = jnp.sum(jnp.where(active, 1 + lengths, 0))
-            rest = jnp.where(decision.runs, curve.draft_seconds, _rest_of_plain(policy, curve))
-            seconds = jnp.where(tokens > 0, curve.step_seconds(tokens, mean_context(context, active)) + rest, 0.0)
+            at = mean_context(context, active)
+            with_drafts = costs.drafted.step_seconds(tokens, at) + costs.drafted.draft_seconds
+            # A planner's drafter has to be told later; plain decoding and hindsight have nobody to tell.
+            without = costs.plain_seconds(at) + (costs.undrafted.draft_seconds if isinstance(policy, Planned) else 0.0)
+            seconds = jnp.where(tokens > 0, jnp.where(decision.runs, with_drafts, without), 0.0)
             ended = anchor + emitted >= table.anchors[text]
             carry = (answered + ended.astype(jnp.int32), jnp.where(ended, 0, anchor + emitted), state)
             return carry, Rounds(jnp.sum(emitted), jnp.sum(lengths), seconds, tokens, decision.runs)
@@ -245,12 +256,7 @@ def replay(policy: ReplayPolicy, curves: CurveArrays, table: Table, num_rows: in
         nothing = jnp.zeros((num_rows,), jnp.int32)
         return jax.lax.scan(one, (nothing, nothing, policy.init(num_rows, block_size)), None, length=num_rounds)[1]
 
-    return jax.vmap(on)(curves)
-
-
-def _rest_of_plain(policy: ReplayPolicy, curve: CurveArrays) -> Array:
-    # A planner's drafter has to be told later of what was emitted without it; plain decoding and hindsight have nobody to tell.
-    return curve.undrafted_seconds if isinstance(policy, Planned) else jnp.zeros_like(curve.undrafted_seconds)
+    return jax.vmap(on)(costs)
 
 
 def throughput(rounds: Rounds) -> np.ndarray:

@@ -118,7 +118,7 @@ def decisions(costs: RoundCosts, continuation: Sequence[float], survival: Array,
     num_rows, block_size = survival.shape
     # A program's arguments and not its constants: a compiler must not work the decision out beforehand.
     asked = (jnp.ones((num_rows,), bool), jnp.full((num_rows,), context, jnp.int32), jnp.arange(num_rows, dtype=jnp.int32))
-    planner = DraftPlanner(costs.curve, tuple(np.cumprod(continuation).tolist()), undrafted_seconds=costs.undrafted_seconds)
+    planner = DraftPlanner(costs.curve, tuple(np.cumprod(continuation).tolist()), undrafted=costs.undrafted)
 
     def plan(history: Any, survival: Array, key: Array, active: Array, context: Array, request_id: Array) -> tuple[Any, Any]:
         shown = jnp.int32(block_size)

@@ -40,6 +40,7 @@ from experiments.recorded_rounds import RECORDED, load_recorded
 from experiments.replay import (
     Alone,
     Capacity,
+    Costs,
     CurveArrays,
     Forecast,
     Hindsight,
@@ -53,7 +54,7 @@ from experiments.replay import (
     throughput,
 )
 from experiments.result_files import save_figure, write_csv
-from experiments.step_curves import buckets_of, read_family
+from experiments.step_curves import RoundCosts, buckets_of, load_curves
 
 RESULTS = Path(__file__).resolve().parent / "results"
 CURVES = RESULTS / "step_curves"
@@ -102,8 +103,8 @@ class RegretOptions:
             raise ValueError(f"rounds_scale is {self.rounds_scale}; allowed are numbers above 0, up to 1")
 
 
-def made_up(num_rows: int, block_size: int) -> dict[str, tuple[StepCurve, float]]:
-    """Curves by formula, each with what an undrafted round costs beside its step; the step of few tokens takes about a second.
+def made_up(num_rows: int, block_size: int) -> dict[str, RoundCosts]:
+    """Curves by formula; the step of few tokens takes about a second.
 
     smooth: waiting for memory up to about 64 tokens, computing from there on. staircase: a step per doubling. flat: all the same.
     linear: every token costs the same again, as on a device that is busy with one.
@@ -121,22 +122,27 @@ def made_up(num_rows: int, block_size: int) -> dict[str, tuple[StepCurve, float]
         # One of them is meant to be flat.
         warnings.simplefilter("ignore", FlatCurveWarning)
         return {
-            name: (StepCurve(tokens, tuple(seconds.tolist()), float(drafting)), float(0.03 * drafting))
+            name: RoundCosts(
+                num_rows,
+                StepCurve(tokens, tuple(seconds.tolist()), float(drafting)),
+                StepCurve(tokens[:1], (float(seconds[0]),), float(0.03 * drafting)),
+                float(0.24 * drafting),
+            )
             for name, (seconds, drafting) in families.items()
         }
 
 
-def curves_at(folder: Path | None, num_rows: int, block_size: int) -> tuple[list[str], CurveArrays]:
+def curves_at(folder: Path | None, num_rows: int, block_size: int) -> tuple[list[str], Costs]:
     """Names and costs of all curves for so many requests: those of the folder if there is one, and the made-up ones."""
-    found: dict[str, tuple[StepCurve, float]] = {}
+    found: dict[str, RoundCosts] = {}
     for path in sorted(folder.glob("*.json")) if folder is not None else ():
-        for costs in read_family(path).curves:
-            if costs.rows == num_rows:
-                found[path.stem] = (costs.curve, costs.undrafted_seconds)
+        known = load_curves(path)
+        if num_rows in known:
+            found[path.stem] = known[num_rows]
     found |= made_up(num_rows, block_size)
     # One place per fixed length, so that none is charged for a bucket that the others have no use for.
     tokens = sorted({*buckets_of(num_rows, block_size), *(num_rows * (1 + length) for length in range(block_size + 1))})
-    arrays = [CurveArrays.of(curve, undrafted, tokens) for curve, undrafted in found.values()]
+    arrays = [Costs(CurveArrays.of(each.curve, tokens), CurveArrays.of(each.undrafted, (num_rows,))) for each in found.values()]
     return list(found), jax.tree.map(lambda *leaves: jnp.stack(leaves), *arrays)
 
 

@@ -28,13 +28,14 @@ class RoundCosts:
       rows: R, requests that decode together.
       curve: seconds of the target's pass with its output head against the flat tokens of all requests; its `draft_seconds` are
         what proposing for them and committing a round's tokens to the drafter take.
-      undrafted_seconds: what a round without a drafter takes beside the target's pass: its share of a later, batched commit.
+      undrafted: what a round without a drafter costs: the target's pass on one token of each, attention having one query per request
+        (a curve of one bucket), and as `draft_seconds` its share of a later, batched commit.
       commit_seconds: what committing a round's tokens takes; a part of `draft_seconds`.
     """
 
     rows: int
     curve: StepCurve
-    undrafted_seconds: float
+    undrafted: StepCurve
     commit_seconds: float
 
     def __post_init__(self) -> None:
@@ -42,10 +43,12 @@ class RoundCosts:
             raise ValueError(f"rows is {self.rows}; allowed are integers of at least 1")
         if self.curve.tokens[0] < self.rows:
             raise ValueError(f"tokens begins with {self.curve.tokens[0]}; a round of rows {self.rows} runs on at least one token each")
-        for field in ("undrafted_seconds", "commit_seconds"):
-            value = getattr(self, field)
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{field} is {value}; allowed are finite numbers of at least 0")
+        if self.undrafted.tokens != (self.rows,):
+            raise ValueError(
+                f"undrafted has tokens {self.undrafted.tokens}; a round of rows {self.rows} without drafts runs on one token each"
+            )
+        if not (math.isfinite(self.commit_seconds) and self.commit_seconds >= 0):
+            raise ValueError(f"commit_seconds is {self.commit_seconds}; allowed are finite numbers of at least 0")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +103,7 @@ def write_family(folder: Path, family: CurveFamily) -> Path:
     content = dataclasses.asdict(family) | {"notes": list(family.notes)}
     content["curves"] = [
         {"rows": costs.rows, **curve_to_dict(costs.curve)}
-        | {"undrafted_seconds": costs.undrafted_seconds, "commit_seconds": costs.commit_seconds}
+        | {"undrafted": curve_to_dict(costs.undrafted), "commit_seconds": costs.commit_seconds}
         for costs in family.curves
     ]
     path = folder / f"{family.name}.json"
@@ -154,17 +157,20 @@ def _fields(content: Any, names: Sequence[str], where: str) -> dict[str, Any]:
 
 
 def _costs(entry: Any) -> RoundCosts:
-    own = ("rows", "undrafted_seconds", "commit_seconds")
+    own = ("rows", "undrafted", "commit_seconds")
     if not isinstance(entry, dict):
         raise ValueError(f"curves holds {entry!r}; allowed are objects")
-    for name in own:
+    for name, kind in (("rows", int), ("commit_seconds", int | float)):
         value = entry.get(name)
-        if isinstance(value, bool) or not isinstance(value, int if name == "rows" else int | float):
+        if isinstance(value, bool) or not isinstance(value, kind):
             raise ValueError(f"{name} is {value!r} in an entry of curves; allowed is a number")
+    if "undrafted" not in entry:
+        raise ValueError("undrafted is missing in an entry of curves")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CurveWarning)
         try:
             curve = curve_from_dict({name: value for name, value in entry.items() if name not in own})
+            undrafted = curve_from_dict(entry["undrafted"])
         except ValueError as error:
             raise ValueError(f"{error}, at rows {entry['rows']}") from None
-    return RoundCosts(entry["rows"], curve, float(entry["undrafted_seconds"]), float(entry["commit_seconds"]))
+    return RoundCosts(entry["rows"], curve, undrafted, float(entry["commit_seconds"]))

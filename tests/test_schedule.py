@@ -277,9 +277,10 @@ def test_falling_rates_trim_and_rising_ones_verify_everything():
 def test_the_default_changes_with_the_batch_and_refuses_what_it_cannot_serve():
     large = StepCurve(tokens=(128, 640), seconds_per_step=(1.0, 2.0))
     assert isinstance(default_schedule(STAIRCASE, CONTINUATION, 1)[0], ForecastStop)
-    policy, planner = default_schedule(large, CONTINUATION, 128, undrafted_seconds=0.01)
+    undrafted = StepCurve((128,), (0.9,), draft_seconds=0.01)
+    policy, planner = default_schedule(large, CONTINUATION, 128, undrafted)
     assert isinstance(policy, CapacityTopK) and planner.constants == policy.constants == tuple(np.cumprod(CONTINUATION).tolist())
-    assert planner.undrafted_seconds == 0.01
+    assert planner.undrafted == undrafted
     for arguments, message in (
         ((STAIRCASE, CONTINUATION, 0), "num_rows is 0"),
         ((STAIRCASE, CONTINUATION, 16), "curve has no bucket for num_rows 16; its largest is 15"),

@@ -13,7 +13,7 @@ from tests.tiny_models import write_target
 
 ROWS, BLOCK = 4, 3
 CONTINUATION = (0.7, 0.6, 0.5)
-COSTS = RoundCosts(ROWS, StepCurve((4, 8, 16), (1.0, 1.1, 1.5), 0.2, 8), 0.05, 0.1)
+COSTS = RoundCosts(ROWS, StepCurve((4, 8, 16), (1.0, 1.1, 1.5), 0.2, 8), StepCurve((4,), (0.9,), 0.05), 0.1)
 
 
 def test_survival_is_drawn_around_the_usual_one():

@@ -16,10 +16,11 @@ CONTINUATION = (0.8, 0.7, 0.6, 0.6, 0.5, 0.5, 0.4)
 CONSTANTS = (0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 # Several contexts: costs are then interpolated on the device.
 CURVE = StepCurve(TOKENS, (1.0, 1.2, 1.6, 2.4), 0.3, 128, ((512, (1.5, 1.7, 2.1, 2.9)),))
+UNDRAFTED = StepCurve((R,), (0.8,), 0.01)
 SURVIVAL = jax.ShapeDtypeStruct((R, G), jnp.float32)
 ACTIVE, INTEGERS, SEED = (jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in (((R,), bool), ((R,), jnp.int32), ((2,), jnp.uint32)))
 ASKED = (SURVIVAL, ACTIVE, INTEGERS, INTEGERS)
-POLICIES = {**policies_by(RoundCosts(R, CURVE, 0.0, 0.0), CONTINUATION), "oracle": Oracle(CURVE)}
+POLICIES = {**policies_by(RoundCosts(R, CURVE, UNDRAFTED, 0.0), CONTINUATION), "oracle": Oracle(CURVE)}
 RANKS = {"Algorithm 1", "capacity + top-K", "oracle"}
 
 
@@ -42,7 +43,7 @@ def test_every_policy_lowers_for_accelerators(name):
 
 
 def test_the_draft_planner_lowers_for_accelerators():
-    planner = DraftPlanner(CURVE, CONSTANTS)
+    planner = DraftPlanner(CURVE, CONSTANTS, undrafted=UNDRAFTED)
     history = planner.init_history(R)
     length = jax.ShapeDtypeStruct((), jnp.int32)
     texts = _lowered(planner.plan, history, ACTIVE, INTEGERS, INTEGERS, SEED)

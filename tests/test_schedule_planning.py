@@ -39,7 +39,7 @@ def test_hard_requests_and_full_load_are_not_drafted_for():
     assert int(jax.jit(loaded.plan)(_after(easy), ALL, CONTEXT, IDS, SEED).draft_length) == 0
 
 
-COSTLY = dataclasses.replace(PLANNER, seconds_per_draft=0.11, undrafted_seconds=0.013, memory=3 * R, foreign=0.25)
+COSTLY = dataclasses.replace(PLANNER, seconds_per_draft=0.11, undrafted=StepCurve((R,), (0.93,), 0.013), memory=3 * R, foreign=0.25)
 COSTLY_PLAN = jax.jit(COSTLY.plan)
 
 
@@ -50,7 +50,8 @@ def _gains(survival: np.ndarray, ids: np.ndarray, active: np.ndarray, planner: D
     def step(num_tokens: int) -> float:
         return planner.curve.seconds(num_tokens) - planner.curve.draft_seconds  # pyright: ignore[reportAttributeAccessIssue]
 
-    price = live / (step(live) + planner.undrafted_seconds)
+    plain = planner.undrafted.seconds(live)  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+    price = live / plain
     total, weights = np.zeros(G + 1), 0.0
     for rows, who in zip(survival, ids, strict=True):
         known = set(np.asarray(IDS)[active].tolist())
@@ -59,14 +60,11 @@ def _gains(survival: np.ndarray, ids: np.ndarray, active: np.ndarray, planner: D
         scale = live / max(there.sum(), 1)
         for length in range(G + 1):
             ranked = sorted(rows[there][:, :length].reshape(-1).tolist(), reverse=True)
-            best = max(
-                (scale * sum(ranked[:n]) - price * (step(live + math.ceil(scale * n - 1e-6)) - step(live)) for n in range(len(ranked) + 1)),
-                default=0.0,
-            )
-            rest = planner.curve.draft_seconds + length * planner.seconds_per_draft if length else planner.undrafted_seconds
-            total[length] += weight * (best - price * rest)
+            best = max(scale * sum(ranked[:n]) - price * step(live + math.ceil(scale * n - 1e-6)) for n in range(len(ranked) + 1))
+            rest = planner.curve.draft_seconds + length * planner.seconds_per_draft
+            total[length] += weight * (best - price * (rest - plain)) if length else 0.0
         weights += weight
-    return (total - total[0]) / weights
+    return total / weights
 
 
 @given(
@@ -162,6 +160,19 @@ def test_probes_come_at_their_share_whatever_the_history_and_draft_in_full():
     assert not np.array_equal(probes, np.asarray(plans(_after(np.zeros((R, G))), seed_key(8)).probe)[:, 0])
 
 
+def test_probes_are_rarer_where_they_cost_more_than_a_plain_round():
+    """With a probe a round takes 2 + 3 seconds here, without one 1: a quarter of the share, the same share of the time."""
+    curve = StepCurve((R, R * (1 + G)), (1.0, 2.0), draft_seconds=3.0)
+    planner = dataclasses.replace(PLANNER, curve=curve, undrafted=StepCurve((R,), (1.0,)), probe_share=0.4)
+
+    def probe(number):
+        history = dataclasses.replace(_after(np.zeros((R, G))), round=number)
+        return planner.plan(history, jnp.ones(R, bool), CONTEXT, IDS, SEED).probe.any()
+
+    probes = np.asarray(jax.jit(jax.vmap(probe))(jnp.arange(4000, dtype=jnp.int32)))
+    assert abs(probes.mean() - 0.1) < 4 * np.sqrt(0.09 / 4000)
+
+
 def test_a_probe_is_one_live_request_drawn_evenly_and_by_its_id():
     planner = dataclasses.replace(PLANNER, probe_share=0.5)
     live, moved = jnp.array([True, False, True, True]), jnp.array([3, 0, 2, 1], jnp.int32)
@@ -191,7 +202,7 @@ def test_a_margin_keeps_plain_decoding_at_an_even_balance():
     ("field", "value"),
     [
         *(("constants", ()), ("constants", (0.5, 0.6)), ("foreign", 1.5), ("probe_share", -0.1), ("margin", -1.0)),
-        *(("seconds_per_draft", float("inf")), ("undrafted_seconds", -1.0), ("memory", 0)),
+        *(("seconds_per_draft", float("inf")), ("memory", 0)),
     ],
 )
 def test_bad_planners_are_refused(field, value):

@@ -13,12 +13,13 @@ from dspark_jax.calibrate import ConstantSurvival
 from dspark_jax.data import DOMAINS
 from dspark_jax.schedule import FixedLength, StepCurve, SurvivalThreshold, default_schedule
 from experiments.recorded_rounds import RECORDED, RecordedBlocks, load_recorded
-from experiments.replay import Alone, CurveArrays, Forecast, Hindsight, Planned, Same, replay, table_of, throughput
+from experiments.replay import Alone, Costs, CurveArrays, Forecast, Hindsight, Planned, Same, replay, table_of, throughput
 from experiments.result_files import write_csv
 from experiments.schedule_regret import CONCURRENCY, RegretOptions, curves_at, made_up, policies, rows_of
 
 G = 3
 CURVE = StepCurve((1, 2, 3, 4), (1.0, 1.25, 1.5, 1.75), draft_seconds=0.5)
+PLAIN = StepCurve((1,), (0.75,))
 
 
 def _blocks(num_texts: int = 3, num_anchors: int = 11) -> RecordedBlocks:
@@ -28,8 +29,9 @@ def _blocks(num_texts: int = 3, num_anchors: int = 11) -> RecordedBlocks:
     return RecordedBlocks(rng.normal(size=shape), rng.random(shape) < 0.6, anchors, np.array([4, 9, 2]), np.zeros(3, np.int32))
 
 
-def _stack(*curves: CurveArrays) -> CurveArrays:
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *curves)
+def _costs(*curves: StepCurve, plain: StepCurve = PLAIN) -> Costs:
+    each = [Costs(CurveArrays.of(curve, curve.tokens), CurveArrays.of(plain, plain.tokens)) for curve in curves]
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
 
 
 @pytest.mark.parametrize("length", [0, 1, G])
@@ -37,8 +39,7 @@ def test_a_fixed_length_walks_as_written_down_by_hand(length):
     """One request through every text once: tokens, rounds and seconds by a loop."""
     blocks = _blocks()
     table = table_of(blocks, ConstantSurvival((0.6, 0.36, 0.2)), 0.0)
-    curve = CurveArrays.of(CURVE, 0.0, (1, 2, 3, 4))
-    rounds = replay(Alone(Same(FixedLength(length))), _stack(curve), table, 1, 30, 1)
+    rounds = replay(Alone(Same(FixedLength(length))), _costs(CURVE), table, 1, 30, 1)
     emitted, seconds = 0, 0.0
     for kept, anchors in zip(blocks.kept, blocks.anchors, strict=True):
         anchor = 0
@@ -47,7 +48,7 @@ def test_a_fixed_length_walks_as_written_down_by_hand(length):
             while run < min(length, anchors - anchor) and kept[anchor, run]:
                 run += 1
             emitted += min(run + 1, anchors - anchor)
-            seconds += (1.0, 1.25, 1.5, 1.75)[length] + (0.5 if length else 0.0)
+            seconds += (1.0, 1.25, 1.5, 1.75)[length] + 0.5 if length else 0.75
             anchor += run + 1
     assert int(np.asarray(rounds.emitted).sum()) == emitted == int(blocks.anchors.sum())
     np.testing.assert_allclose(throughput(rounds), [emitted / seconds], rtol=1e-6)
@@ -58,16 +59,16 @@ def test_curves_are_judged_apart_and_a_planner_leaves_the_drafter_out_where_it_d
     cheap, dear = (
         StepCurve((2, 4, 8), costs, draft_seconds=drafting) for costs, drafting in (((1.0, 1.1, 1.2), 0.2), ((2.0, 4.0, 8.0), 2.0))
     )
-    curves = _stack(*(CurveArrays.of(each, 0.125, (2, 4, 8)) for each in (cheap, dear)))
-    rounds = jax.device_get(replay(Planned(Forecast((0.6, 0.6, 0.6)), (0.6, 0.36, 0.2), probe_share=0.0), curves, table, 2, 40))
+    costs = _costs(cheap, dear, plain=StepCurve((2,), (0.9,), draft_seconds=0.125))
+    rounds = jax.device_get(replay(Planned(Forecast((0.6, 0.6, 0.6)), (0.6, 0.36, 0.2), probe_share=0.0), costs, table, 2, 40))
     assert rounds.runs[0].all() and not rounds.runs[1].any()
-    np.testing.assert_allclose(rounds.seconds[1], 2.0 + 0.125)
+    np.testing.assert_allclose(rounds.seconds[1], 0.9 + 0.125)
     assert rounds.verified[0].any() and not rounds.verified[1].any()
 
 
 def test_hindsight_bounds_every_policy():
     table = table_of(_blocks(), ConstantSurvival((0.6, 0.36, 0.2)), 0.0)
-    curves = _stack(CurveArrays.of(CURVE, 0.0, (1, 2, 3, 4)))
+    curves = _costs(CURVE)
     bound = throughput(replay(Hindsight(), curves, table, 1, 30, 1))
     for policy in (*(FixedLength(length) for length in range(G + 1)), SurvivalThreshold(0.3)):
         assert throughput(replay(Alone(Same(policy)), curves, table, 1, 30, 1))[0] <= bound[0] * (1 + 1e-6)
@@ -75,7 +76,7 @@ def test_hindsight_bounds_every_policy():
 
 def test_costs_between_two_contexts_are_those_of_the_curve():
     curve = StepCurve((1, 2, 3), (1.0, 1.1, 1.2), context=100, longer=((300, (1.0, 2.0, 4.0)),), draft_seconds=0.25)
-    arrays = CurveArrays.of(curve, 0.0, curve.tokens)
+    arrays = CurveArrays.of(curve, curve.tokens)
     for context in (50.0, 100.0, 160.0, 300.0, 900.0):
         np.testing.assert_allclose(
             np.asarray(arrays.rates(4, jnp.float32(context))), np.asarray(curve.rates(4, jnp.float32(context))), rtol=1e-6

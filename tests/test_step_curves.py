@@ -37,8 +37,8 @@ FAMILY = CurveFamily(
     block_size=BLOCK,
     notes=("A note.", "Another."),
     curves=(
-        RoundCosts(1, StepCurve((1, 2, 3), (0.1, 0.2, 0.3), 0.05, 128, ((320, (0.2, 0.3, 0.4)),)), 0.001, 0.003),
-        RoundCosts(2, StepCurve((2, 4, 6), (0.2, 0.3, 0.5), 0.07), 0.002, 0.006),
+        RoundCosts(1, StepCurve((1, 2, 3), (0.1, 0.2, 0.3), 0.05, 128, ((320, (0.2, 0.3, 0.4)),)), StepCurve((1,), (0.08,), 0.001), 0.003),
+        RoundCosts(2, StepCurve((2, 4, 6), (0.2, 0.3, 0.5), 0.07), StepCurve((2,), (0.15,), 0.002), 0.006),
     ),
 )
 
@@ -73,14 +73,14 @@ def test_a_family_comes_back_as_it_was_written(tmp_path):
     assert read_family(path) == FAMILY
     assert load_curves(path) == {1: FAMILY.curves[0], 2: FAMILY.curves[1]}
     assert list(json.loads(path.read_text())["curves"][0]) == [
-        *("rows", "tokens", "context", "seconds_per_step", "longer", "draft_seconds", "undrafted_seconds", "commit_seconds")
+        *("rows", "tokens", "context", "seconds_per_step", "longer", "draft_seconds", "undrafted", "commit_seconds")
     ]
 
 
 def test_reading_a_record_does_not_warn_of_what_it_records(tmp_path):
     with pytest.warns(CurveWarning):
         flat = StepCurve((1, 2), (0.1, 0.1))
-    path = write_family(tmp_path, dataclasses.replace(FAMILY, curves=(RoundCosts(1, flat, 0.0, 0.0),)))
+    path = write_family(tmp_path, dataclasses.replace(FAMILY, curves=(RoundCosts(1, flat, StepCurve((1,), (0.1,)), 0.0),)))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert load_curves(path)[1].curve == flat
@@ -97,7 +97,8 @@ def test_reading_a_record_does_not_warn_of_what_it_records(tmp_path):
         (lambda content: content.update(curves=[]), r"curves has rows \[\]"),
         (lambda content: content["curves"].reverse(), r"curves has rows \[2, 1\]"),
         (lambda content: content["curves"].append(3), "curves holds 3"),
-        (lambda content: content["curves"][1].pop("undrafted_seconds"), "undrafted_seconds is None"),
+        (lambda content: content["curves"][1].pop("undrafted"), "undrafted is missing"),
+        (lambda content: content["curves"][1]["undrafted"].update(tokens=[3]), r"undrafted has tokens \(3,\)"),
         (lambda content: content["curves"][1].update(commit_seconds=-1), "commit_seconds is -1"),
         (lambda content: content["curves"][1].update(rows=0), "rows is 0"),
         (lambda content: content["curves"][1].update(rows=3), "tokens begins with 2; a round of rows 3"),
@@ -187,7 +188,8 @@ def test_measuring_fills_every_bucket_and_context(measured):
     assert (costs.rows, costs.curve.tokens, costs.curve.context) == (2, (2, 3, 4), 8)
     assert [at for at, _ in costs.curve.longer] == [24]
     assert 0 < costs.commit_seconds and 0 < costs.curve.draft_seconds
-    assert costs.undrafted_seconds == pytest.approx(costs.commit_seconds / 2, rel=1e-3)
+    assert costs.undrafted.tokens == (2,) and [at for at, _ in costs.undrafted.longer] == [24]
+    assert costs.undrafted.draft_seconds == pytest.approx(costs.commit_seconds / 2, rel=1e-3)
     assert family.notes[0] == "A test." and family.device["platform"] == "cpu"
     assert any("72 for 8, 88 for 24" in note for note in family.notes)
 
@@ -274,6 +276,7 @@ CHIP = Chip("none", flops_per_second=1000.0, bytes_per_second=100.0)
 HALF = dataclasses.replace(CHIP, flops_per_second=100.0)
 FOUND = Compiled(
     layer={(64, rows, each): Work(100 * rows * each, 50 + 10 * rows) for rows in (1, 4) for each in (1, 3)},
+    plain_layer={(64, rows): Work(50 * rows, 20) for rows in (1, 4)},
     head={1: Work(10, 40), 12: Work(120, 40)},
     propose={1: Work(0, 200), 4: Work(0, 500)},
     commit={1: Work(0, 30), 4: Work(0, 60)},
@@ -293,7 +296,8 @@ def test_predicted_seconds_are_those_of_the_interpolated_work():
     assert costs.curve.tokens == (2, 3, 4, 6)
     assert costs.curve.seconds_per_step == pytest.approx([0.25 + 2 * tokens + max(0.4, 0.1 * tokens) for tokens in (2, 3, 4, 6)])
     assert (costs.curve.draft_seconds, costs.commit_seconds) == pytest.approx((3.0 + 0.4, 0.4))
-    assert costs.undrafted_seconds == pytest.approx(0.4 / 3, rel=1e-4)
+    assert costs.undrafted.tokens == (2,) and costs.undrafted.draft_seconds == pytest.approx(0.4 / 3, rel=1e-4)
+    assert costs.undrafted.seconds_per_step == pytest.approx([0.25 + 2 * 1.0 + 0.4])
 
 
 def test_a_prediction_says_how_it_came_about():
