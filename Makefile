@@ -35,6 +35,7 @@ lint: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m experiments.profile_steps $(ARGS)
+	$(BIN)/python -m pallas_kernels.bench
 
 # Versions and hashes for every Python from 3.11 on; --universal writes no registry host, unlike uv.lock.
 lock: $(BIN)/uv

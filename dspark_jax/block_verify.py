@@ -15,10 +15,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from dspark_jax.protocols import DraftBlock, Verdict
-from dspark_jax.sampling import Noise, Sampling, log_normaliser, log_prob_of, logit_floor, probs
-from dspark_jax.typing import Array, Float, Int, typed
-from dspark_jax.verify import MIN_RESIDUAL_MASS, draft_probs, draw_following, greedy_verdict
+from dspark_jax.sampling import Noise, Sampling, logit_floor
+from dspark_jax.typing import Array, Bool, Float, Int, typed
 from pallas_kernels.noise import Stream, site_key, uniform
+from pallas_kernels.rejection_sample import MIN_RESIDUAL_MASS, greedy_outcome
+from pallas_kernels.two_level_draw import draw, log_normaliser, log_prob_of, probs
 
 
 @typed
@@ -79,7 +80,8 @@ def verify_block(
     scheduled = step < lengths[:, None]
 
     def greedy(_: None) -> Verdict:
-        return greedy_verdict(target_logits, first, block, lengths)
+        outcome = greedy_outcome(target_logits, first, block.ids, lengths)
+        return Verdict(num_accepted=outcome.num_accepted, next_id=outcome.next_id)
 
     def stochastic(_: None) -> Verdict:
         temperature = sampling.temperature[row]
@@ -91,7 +93,7 @@ def verify_block(
         weight = joint_weights(jnp.where(scheduled, log_p - block.log_q, 0.0))
 
         p = probs(target_logits, floor, temperature, normaliser)
-        q = draft_probs(block, row, slot, sampling, draft_ids, p.shape[1])
+        q = _draft_probs(block, row, slot, sampling, draft_ids, p.shape[1])
         excess = jnp.maximum(weight[row, slot][:, None] * p - q, 0.0)
         mass = jnp.sum(excess, axis=1)
         # Stop k is passed by the number of draft k: the stop behind all drafts before k + 1, so that stop 0 needs none.
@@ -102,13 +104,54 @@ def verify_block(
         decides = jnp.minimum(first + num_accepted, num_flat - 1)
         own = (num_accepted == lengths) | (sampling.temperature == 0)
         residual = _normalised(excess[decides], mass[decides], p[decides])
-        next_id = draw_following(target_logits[decides].astype(jnp.float32), floor[decides], residual, own, num_accepted, sampling, noise)
+        next_id = _draw_following(target_logits[decides].astype(jnp.float32), floor[decides], residual, own, num_accepted, sampling, noise)
         if block.logits is None:
             unknown_q = jnp.any(scheduled & (block.log_q != 0), axis=1)
             num_accepted, next_id = jnp.where(unknown_q, 0, num_accepted), jnp.where(unknown_q, -1, next_id)
         return Verdict(num_accepted=num_accepted, next_id=next_id)
 
     return lax.cond(jnp.all(sampling.temperature == 0), greedy, stochastic, None)
+
+
+def _draw_following(
+    logits: Float[Array, "R V"],
+    floor: Float[Array, "R"],
+    residual: Float[Array, "R V"],
+    own: Bool[Array, "R"],
+    num_accepted: Int[Array, "R"],
+    sampling: Sampling,
+    noise: Noise,
+) -> Int[Array, "R"]:
+    """The token behind the accepted drafts: from the target's own logits where `own`, from the residual elsewhere."""
+    # A bonus token is drawn from the logits as they are, so that it is the token that plain decoding would draw.
+    return draw(
+        jnp.where(own[:, None], logits, jnp.log(residual)),
+        jnp.where(own, floor, -jnp.inf),
+        jnp.where(own, sampling.temperature, 1.0),
+        noise.key,
+        num_accepted,
+        tile_stream=Stream.RESIDUAL_TILE,
+        id_stream=Stream.RESIDUAL_ID,
+    ).ids
+
+
+def _draft_probs(
+    block: DraftBlock,
+    row: Int[Array, "K"],
+    step: Int[Array, "K"],
+    sampling: Sampling,
+    draft_ids: Int[Array, "Vd"] | None,
+    vocab_size: int,
+) -> Float[Array, "K V"]:
+    """q of the drafts at (request, step) over all ids; one-hot where the block has no logits."""
+    if block.logits is None:
+        one_hot = block.ids[row, step][:, None] == jnp.arange(vocab_size, dtype=jnp.int32)
+        return one_hot.astype(jnp.float32)
+    q = probs(block.logits[row, step], block.floor[row, step], sampling.temperature[row], block.log_normaliser[row, step])
+    if draft_ids is None:
+        return q
+    # One scatter of columns for all requests: scatters are slow on a CPU.
+    return jnp.zeros((vocab_size, q.shape[0]), q.dtype).at[draft_ids].set(q.T, unique_indices=True).T
 
 
 def _stop_chance(mass: Float[Array, "*batch"], weight: Float[Array, "*batch"]) -> Float[Array, "*batch"]:

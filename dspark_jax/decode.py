@@ -31,10 +31,12 @@ from dspark_jax.protocols import (
     flatten_rounds,
 )
 from dspark_jax.round_stats import RoundStats, Tally
-from dspark_jax.sampling import Noise, Sampling, draw, logit_floor
+from dspark_jax.sampling import Noise, Sampling, logit_floor
 from dspark_jax.typing import Array, Bool, Float, Int, Params, UInt32
 from dspark_jax.verify import verify_tokens
+from pallas_kernels.dispatch import Backend
 from pallas_kernels.noise import Stream
+from pallas_kernels.two_level_draw import draw
 
 VERIFIERS: Mapping[str, Callable[..., Verdict]] = {"token": verify_tokens, "block": verify_block}
 
@@ -50,6 +52,7 @@ class DecodePlan:
       survival: turns the drafter's confidence into the survival that the policy reads.
       verifier: "token": every draft is judged by itself; "block": the block is judged jointly, which keeps at least as many drafts.
       planner: decides before each round whether the drafter runs at all; None: it always does.
+      backend: who judges drafts token by token, see `pallas_kernels.dispatch`; block verification is plain JAX.
       ladder: ascending numbers N of flat tokens that a verification may run on; None for R x (G + 1) alone.
     """
 
@@ -60,12 +63,17 @@ class DecodePlan:
     ladder: tuple[int, ...] | None = None
     verifier: Literal["token", "block"] = "token"
     planner: DraftPlanner | None = None
+    backend: Backend = "auto"
 
     def __post_init__(self) -> None:
         if self.drafter is not None and (self.policy is None or self.survival is None):
             raise ValueError("policy or survival is None; a plan with a drafter needs both")
         if self.verifier not in VERIFIERS:
             raise ValueError(f"verifier is {self.verifier!r}; allowed: {', '.join(VERIFIERS)}")
+        if self.verifier == "block" and self.backend not in ("auto", "xla"):
+            raise ValueError(
+                f"backend is {self.backend!r} with verifier 'block'; allowed are auto and xla, for there are no kernels for it"
+            )
         if self.planner is not None and self.drafter is None:
             raise ValueError("drafter is None; a plan with a planner needs one")
         if self.planner is not None and len(self.planner.constants) != self.block_size:
@@ -196,7 +204,8 @@ def _verify_bucket(
         verdict = Verdict(num_accepted=jnp.zeros((num_rows,), jnp.int32), next_id=next_id)
     else:
         draft_ids = params.draft_head.draft_ids
-        verdict = VERIFIERS[plan.verifier](logits, tokens.row, first, block, lengths, state.sampling, noise, draft_ids)
+        backend = {"backend": plan.backend} if plan.verifier == "token" else {}
+        verdict = VERIFIERS[plan.verifier](logits, tokens.row, first, block, lengths, state.sampling, noise, draft_ids, **backend)
     index = jnp.minimum(first[:, None] + jnp.arange(plan.block_size + 1, dtype=jnp.int32), bucket - 1)
     return verdict, hidden[index], features[index], cache
 

@@ -20,9 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax.protocols import StatefulPolicy, VerifyPolicy
-from dspark_jax.sampling import Sampling, log_normaliser, logit_floor, probs
+from dspark_jax.sampling import Sampling, logit_floor
 from dspark_jax.typing import Array
 from dspark_jax.verify import outcome_probs
+from pallas_kernels.two_level_draw import log_normaliser, probs
 
 Text: TypeAlias = tuple[int, ...]
 TargetLaw: TypeAlias = Callable[[Text], np.ndarray]

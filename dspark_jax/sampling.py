@@ -1,10 +1,7 @@
-"""Temperature, top-k and top-p as one floor per row, and the two-level draw that sampler and verifier share.
+"""How each request wants its tokens drawn: temperature, and top-k and top-p as one floor per row; and the keys of its randomness.
 
-The distribution of a row is softmax of `logits / temperature` over the logits that reach the row's floor; everything else has
-probability 0. The floor is one of the row's own logits, before temperature: a division may round differently in another fusion,
-and then sampler and verifier would disagree about the very entry on the floor. At temperature 0 the distribution is one-hot at
-the largest logit, ties going to the smallest id. There is one function for the floor and one for the draw, so that the q a
-drafter reports is the q it sampled from.
+There is one function for the floor, here, and one for the draw (`pallas_kernels.two_level_draw`), which sampler and verifier
+share, so that the q a drafter reports is the q it sampled from.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,9 +13,8 @@ from jax import lax
 
 from dspark_jax.typing import Array, Bool, Float, Int, UInt32, typed
 from pallas_kernels import noise as bits
-from pallas_kernels.noise import Stream
+from pallas_kernels.two_level_draw import scale
 
-TILE_SIZE = 1024
 MIN_TEMPERATURE = 1e-5
 
 
@@ -79,21 +75,6 @@ class Noise:
         return Noise(key=self.key[rows])
 
 
-@struct.dataclass
-class Drawn:
-    """Drawn ids with the numbers of the distribution they were drawn from.
-
-    Attributes:
-      ids: never an id of probability 0.
-      log_prob: log-probability of the id (0 at temperature 0).
-      log_normaliser: log-sum-exp of the kept entries of `logits / temperature`; at temperature 0 the largest logit.
-    """
-
-    ids: Int[Array, "N"]
-    log_prob: Float[Array, "N"]
-    log_normaliser: Float[Array, "N"]
-
-
 @typed
 def logit_floor(logits: Float[Array, "N V"], sampling: Sampling) -> Float[Array, "N"]:
     """The logit that an entry must reach to be kept: top-k first, then top-p over its survivors at the row's temperature.
@@ -117,7 +98,7 @@ def logit_floor(logits: Float[Array, "N V"], sampling: Sampling) -> Float[Array,
         bottom = jnp.where(cuts_count, bottom, lowest)
 
         def filter_mass() -> Int[Array, "N"]:
-            scaled = _scale(logits, sampling.temperature)
+            scaled = scale(logits, sampling.temperature)
             weight = jnp.exp(scaled - jnp.max(scaled, axis=1, keepdims=True))
 
             def mass(floor: Int[Array, "N"]) -> Float[Array, "N"]:
@@ -133,138 +114,6 @@ def logit_floor(logits: Float[Array, "N V"], sampling: Sampling) -> Float[Array,
         return jnp.full(logits.shape[:1], -jnp.inf, jnp.float32)
 
     return lax.cond(jnp.any(cuts_count | cuts_mass), search, skip, None)
-
-
-@typed
-def greedy_ids(logits: Float[Array, "N V"]) -> Int[Array, "N"]:
-    """Ids of the largest logits, ties going to the smallest id."""
-    return _greedy(_tiles(logits, TILE_SIZE))[0]
-
-
-@typed
-def draw(
-    logits: Float[Array, "N V"],
-    floor: Float[Array, "N"],
-    temperature: Float[Array, "N"],
-    key: UInt32[Array, "N 2"],
-    position: Int[Array, "N"],
-    *,
-    tile_stream: Stream,
-    id_stream: Stream,
-    tile_size: int = TILE_SIZE,
-) -> Drawn:
-    """One id per row from softmax of `logits / temperature` over the logits that reach the floor, in two levels (DESIGN section 5).
-
-    The vocabulary is cut into logical tiles of `tile_size` ids. A Gumbel variable per tile, at counter (tile, 0) of the first
-    stream, on the tile's log-sum-exp picks the tile; one per id of that tile, at counter (tile, id) of the second stream, picks
-    the id. Rows of temperature 0 take the largest logit; where all rows do, nothing random is computed.
-
-    Args:
-      key: the round's key of the request that each row belongs to.
-      position: place of the draw in its round.
-    """
-    tiles = _tiles(logits, tile_size)
-    greedy_id, largest = _greedy(tiles)
-    greedy = temperature == 0
-    certain = Drawn(ids=greedy_id, log_prob=jnp.zeros_like(largest), log_normaliser=largest)
-
-    def random(_: None) -> Drawn:
-        scaled = _kept(tiles, floor, temperature)
-        tile_lse = _log_sum_exp(scaled)
-        tile_ids = jnp.arange(tiles.shape[1], dtype=jnp.int32)[None]
-        tile_key = bits.site_key(key, tile_stream, position)[:, None]
-        tile = jnp.argmax(tile_lse + bits.gumbel(tile_key, tile_ids, 0), axis=1).astype(jnp.int32)
-        inside = jnp.take_along_axis(scaled, tile[:, None, None], axis=1)[:, 0]
-        ids = tile[:, None] * tiles.shape[2] + jnp.arange(tiles.shape[2], dtype=jnp.int32)[None]
-        id_key = bits.site_key(key, id_stream, position)[:, None]
-        offset = jnp.argmax(inside + bits.gumbel(id_key, tile[:, None], ids), axis=1).astype(jnp.int32)
-        normaliser = _log_sum_exp(tile_lse)
-        log_prob = jnp.take_along_axis(inside, offset[:, None], axis=1)[:, 0] - normaliser
-        drawn_id = jnp.take_along_axis(ids, offset[:, None], axis=1)[:, 0]
-        return Drawn(
-            ids=jnp.where(greedy, greedy_id, drawn_id),
-            log_prob=jnp.where(greedy, 0.0, jnp.minimum(log_prob, 0.0)),
-            log_normaliser=jnp.where(greedy, largest, normaliser),
-        )
-
-    return lax.cond(jnp.all(greedy), lambda _: certain, random, None)
-
-
-@typed
-def log_normaliser(logits: Float[Array, "N V"], floor: Float[Array, "N"], temperature: Float[Array, "N"]) -> Float[Array, "N"]:
-    """Log-sum-exp of the kept entries of `logits / temperature`; at temperature 0 the largest logit, as `draw` reports it."""
-    tiles = _tiles(logits, TILE_SIZE)
-    lse = _log_sum_exp(_log_sum_exp(_kept(tiles, floor, temperature)))
-    return jnp.where(temperature == 0, jnp.max(tiles, axis=(1, 2)), lse)
-
-
-@typed
-def log_prob_of(
-    logits: Float[Array, "N V"],
-    ids: Int[Array, "N"],
-    floor: Float[Array, "N"],
-    temperature: Float[Array, "N"],
-    normaliser: Float[Array, "N"],
-) -> Float[Array, "N"]:
-    """Log-probability of one id per row; -inf where it is filtered out, or at temperature 0 is not the greedy id."""
-    own = jnp.take_along_axis(logits, ids[:, None], axis=1)
-    log_prob = jnp.minimum(_kept(own, floor, temperature)[:, 0] - normaliser, 0.0)
-    greedy = temperature == 0
-    if_greedy = lax.cond(jnp.any(greedy), lambda: jnp.where(greedy_ids(logits) == ids, 0.0, -jnp.inf), lambda: jnp.zeros_like(log_prob))
-    return jnp.where(greedy, if_greedy, log_prob)
-
-
-@typed
-def probs(
-    logits: Float[Array, "N V"], floor: Float[Array, "N"], temperature: Float[Array, "N"], normaliser: Float[Array, "N"]
-) -> Float[Array, "N V"]:
-    """The whole distribution of every row."""
-    kept = _kept(logits.astype(jnp.float32), floor, temperature)
-    warm = jnp.exp(kept - normaliser[:, None])
-    greedy = temperature == 0
-
-    def with_greedy() -> Float[Array, "N V"]:
-        one_hot = jnp.arange(logits.shape[1], dtype=jnp.int32)[None] == greedy_ids(logits)[:, None]
-        return jnp.where(greedy[:, None], one_hot.astype(jnp.float32), warm)
-
-    return lax.cond(jnp.any(greedy), with_greedy, lambda: warm)
-
-
-def _scale(logits: Float[Array, "N *rest"], temperature: Float[Array, "N"]) -> Float[Array, "N *rest"]:
-    divisor = jnp.where(temperature == 0, 1.0, temperature)
-    return logits.astype(jnp.float32) / jnp.expand_dims(divisor, tuple(range(1, logits.ndim)))
-
-
-def _kept(logits: Float[Array, "N *rest"], floor: Float[Array, "N"], temperature: Float[Array, "N"]) -> Float[Array, "N *rest"]:
-    reaches = logits.astype(jnp.float32) >= jnp.expand_dims(floor, tuple(range(1, logits.ndim)))
-    return jnp.where(reaches, _scale(logits, temperature), -jnp.inf)
-
-
-def _tiles(logits: Float[Array, "N V"], tile_size: int) -> Float[Array, "N K S"]:
-    num_rows, vocab_size = logits.shape
-    # A narrower vocabulary is its own single tile: counters, and so draws, are the same as with padding.
-    width = min(tile_size, vocab_size)
-    padding = -vocab_size % width
-    logits = logits.astype(jnp.float32)
-    if padding:
-        logits = jnp.pad(logits, ((0, 0), (0, padding)), constant_values=-jnp.inf)
-    return logits.reshape(num_rows, -1, width)
-
-
-def _greedy(tiles: Float[Array, "N K S"]) -> tuple[Int[Array, "N"], Float[Array, "N"]]:
-    # A maximum per tile vectorises; an argmax over the whole vocabulary does not.
-    tile_max = jnp.max(tiles, axis=2)
-    tile = jnp.argmax(tile_max, axis=1).astype(jnp.int32)
-    inside = jnp.take_along_axis(tiles, tile[:, None, None], axis=1)[:, 0]
-    offset = jnp.argmax(inside, axis=1).astype(jnp.int32)
-    return tile * tiles.shape[2] + offset, jnp.max(tile_max, axis=1)
-
-
-def _log_sum_exp(values: Float[Array, "*batch K"]) -> Float[Array, "*batch"]:
-    largest = jnp.max(values, axis=-1)
-    # Rows that are -inf throughout must give -inf, not -inf - (-inf).
-    shift = jnp.where(jnp.isfinite(largest), largest, 0.0)
-    return jnp.log(jnp.sum(jnp.exp(values - shift[..., None]), axis=-1)) + shift
 
 
 def _ordered(values: Float[Array, "*batch"]) -> Int[Array, "*batch"]:

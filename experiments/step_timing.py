@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax.protocols import Committed, DraftBlock, Drafter, FlatTokens, Target, TargetHead
-from dspark_jax.sampling import Noise, Sampling, greedy_ids
+from dspark_jax.sampling import Noise, Sampling
 from dspark_jax.typing import Array, Params
+from pallas_kernels.two_level_draw import greedy_ids
 
 Size = TypeVar("Size", bound=Hashable)
 

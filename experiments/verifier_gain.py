@@ -32,16 +32,17 @@ from dspark_jax.decode import VERIFIERS, DecodeParams, DecodePlan, DecodeState, 
 from dspark_jax.model_files import require
 from dspark_jax.prefill import start
 from dspark_jax.protocols import flatten_rounds
-from dspark_jax.sampling import Noise, Sampling, log_normaliser, log_prob_of, logit_floor
+from dspark_jax.sampling import Noise, Sampling, logit_floor
 from dspark_jax.schedule import FixedLength
 from dspark_jax.tokenizers import load_tokenizer
 from dspark_jax.typing import Array, Float
-from dspark_jax.verify import accept_prob
 from dspark_jax.weights import load_drafter, load_target
 from experiments.command_line import run_command
 from experiments.profile_steps import RELEASED_DRAFTER, describe_device
 from experiments.release_readings import CARD_POOL, cell_rows
 from experiments.result_files import save_figure, write_csv, write_json
+from pallas_kernels.rejection_sample import accept_prob
+from pallas_kernels.two_level_draw import log_normaliser, log_prob_of
 
 RESAMPLES = 2000
 EVERYTHING = "all"

@@ -116,18 +116,21 @@ class ByRequest:
         return jnp.where(request_id == 2, cautious, whole)
 
 
-def test_greedy_traces_come_out_round_by_round(case):
+@pytest.mark.parametrize("backend", ["auto", *(pytest.param(name, marks=pytest.mark.slow) for name in ("interpret", "interpret_triton"))])
+def test_greedy_traces_come_out_round_by_round(case, backend):
     """[B1] [B2] Golden `decode_*`, token for token: greedy, with a stop token, and with a confidence threshold where there is a head.
 
     The traces are requests of one batch. After its trace a request goes on, or waits finished for the others.
     """
     drafter = case.loaded.drafter
+    if backend != "auto" and hasattr(drafter, "backend"):
+        drafter = dataclasses.replace(drafter, backend=backend)
     has_confidence = (case.folder / "decode_conf_threshold.npz").exists()
     assert has_confidence is not isinstance(drafter, DFlashDrafter)
     traces = [case.trace(name) for name in ("greedy", "stop", *(["conf_threshold"] if has_confidence else []))]
     policy = ByRequest(float(traces[-1]["confidence_threshold"]))
     survival = RawSurvival() if has_confidence else ConstantSurvival((1.0,) * drafter.block_size)
-    plan = DecodePlan(case.target, drafter, policy, survival)
+    plan = DecodePlan(case.target, drafter, policy, survival, backend=backend)
     params = DecodeParams.of(case.target, case.target_params, case.loaded.params)
     prompts = [trace["prompt_ids"][0].tolist() for trace in traces]
     stops = [trace["stop_token_ids"].reshape(-1).tolist() for trace in traces]

@@ -10,17 +10,24 @@ from tests.conftest import ROOT
 from tests.tiny_models import needs_gguf, needs_smollm2
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 
 
 @needs_gguf
 @needs_smollm2
 @pytest.mark.slow
 def test_the_python_of_the_readme_answers_a_question():
-    first, second = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    first, second, _ = BLOCKS
     out = subprocess.run([sys.executable, "-c", first + second], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     answered, scheduled = out.split("verified per round")
     assert "42" in answered and float(answered.rsplit("accepted length", 1)[1]) >= 1.0
     assert 0 <= float(scheduled) <= 7
+
+
+def test_the_kernels_of_the_readme_run(capsys):
+    exec(BLOCKS[2], {})  # Nothing is imported that this process does not have.
+    accepted, following = re.findall(r"\[([\d ]+)\]", capsys.readouterr().out)
+    assert len(accepted.split()) == len(following.split()) == 4
 
 
 def test_no_placeholder_is_left_in_the_readme():

@@ -10,15 +10,18 @@ import numpy as np
 import pytest
 from scipy.stats import chi2, ncx2
 
-from dspark_jax import verify
+from dspark_jax import block_verify, verify
 from dspark_jax.calibrate import RawSurvival
 from dspark_jax.decode import DecodeParams, DecodePlan, RoundStats, Tally, answers, decode_round, generate, step
 from dspark_jax.exactness import law_of_logits
 from dspark_jax.prefill import start
-from dspark_jax.sampling import Sampling, draw
+from dspark_jax.sampling import Sampling
 from dspark_jax.schedule import CapacityTopK, DraftPlanner, StepCurve
 from dspark_jax.targets.toy import ToyTarget
+from pallas_kernels import noise
 from pallas_kernels.noise import Stream
+from pallas_kernels.rejection_sample import rejection_sample
+from pallas_kernels.two_level_draw import draw
 from tests.toy_drafter import BLOCK, VOCAB, ToyDrafter
 
 LADDER = (2, 5, 16)
@@ -282,7 +285,8 @@ def _statistic(counts, laws):
 
 def _two_small_tiles(monkeypatch):
     """Draws of the residual streams go through three tiles of two ids as well."""
-    monkeypatch.setattr(verify, "draw", functools.partial(draw, tile_size=2))
+    monkeypatch.setattr(verify, "rejection_sample", functools.partial(rejection_sample, tile_size=2))
+    monkeypatch.setattr(block_verify, "draw", functools.partial(draw, tile_size=2))
 
 
 def _shifted(laws, total_variation):
@@ -299,18 +303,32 @@ PLANNER = DraftPlanner(StepCurve((1, 10**6), (1.0, 2.0)), (0.0,) * BLOCK, probe_
 
 
 @pytest.mark.parametrize(
-    ("verifier", "planner"),
-    [("token", None), pytest.param("block", None, marks=pytest.mark.slow), pytest.param("token", PLANNER, marks=pytest.mark.slow)],
+    ("verifier", "planner", "backend"),
+    [
+        ("token", None, "xla"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("block", None, "xla"),
+                ("token", PLANNER, "xla"),
+                ("token", None, "interpret"),
+                ("token", None, "interpret_triton"),
+            )
+        ),
+    ],
 )
-def test_a_million_rounds_follow_the_target_s_law(monkeypatch, verifier, planner):
+def test_a_million_rounds_follow_the_target_s_law(monkeypatch, verifier, planner, backend):
     """[A1] [A2] [A5] 10,000 requests x 100 rounds through `decode_round`, half of them with top-p, 0 to 3 drafts verified.
 
     Each token's law given the token before it, its position and its slot in the round is the target's (filtered) one: Pearson's
     test at a level of 1e-4. Moving 0.004 of the mass of every such law would be seen with a chance above 0.999.
     """
-    _two_small_tiles(monkeypatch)
+    if backend != "interpret_triton":
+        # Kernels for GPUs have larger tiles.
+        _two_small_tiles(monkeypatch)
     plan, params = _toy(seed=3)
-    counts, laws = _simulate(dataclasses.replace(plan, verifier=verifier, planner=planner), params, 100), _laws(params)
+    plan = dataclasses.replace(plan, verifier=verifier, planner=planner, backend=backend)
+    counts, laws = _simulate(plan, params, 100), _laws(params)
     assert counts.sum() > 1_000_000 and counts.sum((0, 2, 3, 4)).min() > 20_000
     value, freedom = _statistic(counts, laws)
     threshold = chi2.isf(1e-4, freedom)
@@ -324,8 +342,12 @@ def test_a_million_rounds_follow_the_target_s_law(monkeypatch, verifier, planner
 def test_shared_random_bits_are_seen_by_the_same_test(monkeypatch):
     """[A2] A test of the test: acceptance on the bits that drew the draft is caught in 200,000 rounds."""
     _two_small_tiles(monkeypatch)
-    original = verify.site_key
-    monkeypatch.setattr(verify, "site_key", lambda key, stream, place: original(key, Stream.DRAFT_ID, place))
+    original = noise.site_key
+
+    def shared_bits(key, stream, place):
+        return original(key, Stream.DRAFT_ID if stream is Stream.ACCEPT else stream, place)
+
+    monkeypatch.setattr(noise, "site_key", shared_bits)
     plan, params = _toy(seed=3)
     value, freedom = _statistic(_simulate(plan, params, 20), _laws(params))
     assert value > 2 * chi2.isf(1e-4, freedom)

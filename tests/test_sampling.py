@@ -9,9 +9,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from dspark_jax.sampling import Sampling, draw, greedy_ids, log_normaliser, log_prob_of, logit_floor, probs
+from dspark_jax.sampling import Sampling, logit_floor
 from pallas_kernels import noise as bits
 from pallas_kernels.noise import Stream
+from pallas_kernels.two_level_draw import draw, greedy_ids, log_normaliser, log_prob_of, probs
 
 DRAFT = jax.jit(functools.partial(draw, tile_stream=Stream.DRAFT_TILE, id_stream=Stream.DRAFT_ID), static_argnames="tile_size")
 FLOOR, NORMALISER, PROBS, LOG_PROB_OF = jax.jit(logit_floor), jax.jit(log_normaliser), jax.jit(probs), jax.jit(log_prob_of)

@@ -10,9 +10,11 @@ import pytest
 from dspark_jax.block_verify import block_outcome_probs, verify_block
 from dspark_jax.exactness import law_of_logits
 from dspark_jax.protocols import DraftBlock, Verdict
-from dspark_jax.sampling import Noise, Sampling, draw, logit_floor
-from dspark_jax.verify import accept_prob, accept_probs, outcome_probs, residual_probs, verify_tokens
+from dspark_jax.sampling import Noise, Sampling, logit_floor
+from dspark_jax.verify import accept_probs, outcome_probs, residual_probs, verify_tokens
 from pallas_kernels.noise import Stream, round_key
+from pallas_kernels.rejection_sample import accept_prob
+from pallas_kernels.two_level_draw import draw
 
 FLOOR = jax.jit(logit_floor)
 VERIFIERS = {

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from flax import struct
 
 from dspark_jax.protocols import DraftBlock
-from dspark_jax.sampling import draw, logit_floor
+from dspark_jax.sampling import logit_floor
 from pallas_kernels.noise import Stream
+from pallas_kernels.two_level_draw import draw
 
 VOCAB, BLOCK = 5, 3
 

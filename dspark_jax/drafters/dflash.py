@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from dspark_jax.drafters.block_drafter import BlockConfig, BlockDrafter, compute_dtype
-from dspark_jax.drafters.draft_draw import draw_drafts
+from dspark_jax.drafters.draft_draw import draw_independent
 from dspark_jax.drafters.draft_scores import score_logits
 from dspark_jax.drafters.dspark import DSparkConfig, DSparkDrafter
 from dspark_jax.kv_cache import KVCache
@@ -41,15 +41,11 @@ class DFlashDrafter(BlockDrafter):
         self, params: Params, head: TargetHead, state: KVCache, anchor: Int[Array, "R"], noise: Noise, sampling: Sampling
     ) -> DraftBlock:
         """One backbone pass, then all G tokens at once."""
-        num_rows, block_size = anchor.shape[0], self.block_size
         hidden = self._block_hidden(params, head, state, anchor)
         with jax.named_scope("draft_base_logits"):
             logits = head.logits(hidden)
-        row = jnp.repeat(jnp.arange(num_rows, dtype=jnp.int32), block_size)
-        place = jnp.tile(jnp.arange(block_size, dtype=jnp.int32), num_rows)
         with jax.named_scope("draft_tokens"):
-            drafts = draw_drafts(logits.reshape(-1, logits.shape[-1]), head, sampling.take(row), noise.take(row).key, place)
-        ids, log_q, normaliser, floor, logits = (x.reshape(num_rows, block_size, *x.shape[1:]) for x in drafts)
+            ids, log_q, normaliser, floor, logits = draw_independent(logits, head, sampling, noise)
         score = self.config.confidence_score
         confidence = None if score is None else score_logits(logits, score)
         return DraftBlock(ids, log_q, normaliser, floor, confidence, logits)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from dspark_jax.drafters.block_drafter import BlockConfig, BlockDrafter, apply, compute_dtype
 from dspark_jax.drafters.confidence_head import ConfidenceHead
-from dspark_jax.drafters.draft_draw import draw_drafts
+from dspark_jax.drafters.draft_draw import as_block, draw_independent, filters_of
 from dspark_jax.drafters.draft_scores import require_score, score_logits
 from dspark_jax.drafters.sequential_heads import HEADS
 from dspark_jax.kv_cache import KVCache
@@ -17,6 +17,8 @@ from dspark_jax.moe import MoEConfig
 from dspark_jax.protocols import DraftBlock, Sites, TargetHead, TrainBatch
 from dspark_jax.sampling import Noise, Sampling
 from dspark_jax.typing import Array, Float, Int, Params
+from pallas_kernels.dispatch import Backend
+from pallas_kernels.markov_sample import Draft, latent_sample, markov_block
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,9 +66,14 @@ def deepseek_v4_draft_config(*, experts: MoEConfig, **fields: Any) -> DSparkConf
 
 @dataclasses.dataclass(frozen=True)
 class DSparkDrafter(BlockDrafter):
-    """DSpark as a `protocols.Drafter`: three modules that know nothing of each other, composed by pure functions."""
+    """DSpark as a `protocols.Drafter`: three modules that know nothing of each other, composed by pure functions.
+
+    Attributes:
+      backend: who draws the tokens behind a sequential head, see `pallas_kernels.dispatch`.
+    """
 
     config: DSparkConfig
+    backend: Backend = "auto"
 
     @functools.cached_property
     def _markov(self) -> Any:
@@ -99,48 +106,61 @@ class DSparkDrafter(BlockDrafter):
     def with_confidence(self) -> "DSparkDrafter":
         """The same drafter with a confidence head, which reads W1[x_{k-1}] too where there is a sequential head."""
         head = {"confidence_head": True, "confidence_with_markov": bool(self.config.markov_rank), "confidence_score": None}
-        return DSparkDrafter(dataclasses.replace(self.config, **head))
-
-    def _heads_step(self, params: Params, carry: Any, previous: Array, hidden: Array) -> tuple[Array | None, Array | None, Any]:
-        """Latent of the sequential head, confidence logit and carry at one position."""
-        latent, embedded = None, None
-        if self._markov is not None:
-            embedded = apply(self._markov, params["markov_head"], previous, method="embed")
-            latent, carry = apply(self._markov, params["markov_head"], carry, embedded, hidden, method="step")
-        confidence = None
-        if self._confidence is not None:
-            feature = embedded if self.config.confidence_with_markov else None
-            confidence = apply(self._confidence, params["confidence_head"], hidden, feature)
-        return latent, confidence, carry
+        return dataclasses.replace(self, config=dataclasses.replace(self.config, **head))
 
     def propose(
         self, params: Params, head: TargetHead, state: KVCache, anchor: Int[Array, "R"], noise: Noise, sampling: Sampling
     ) -> DraftBlock:
         """One backbone pass, then the tokens left to right from U_k + B(x_{k-1}) (paper section 3.1)."""
         config = self.config
-        num_rows = anchor.shape[0]
         hidden = self._block_hidden(params, head, state, anchor)
+        # Tokens first where they are drawn one after another.
         with jax.named_scope("draft_base_logits"):
-            base = head.logits(hidden)
-
-        def draft_token(carry: tuple[Array, Any], position: tuple[Array, Array, Array]) -> tuple[tuple[Array, Any], tuple]:
-            previous, head_carry = carry
-            hidden_k, corrected, place = position
-            latent, confidence, head_carry = self._heads_step(params, head_carry, previous, hidden_k)
-            if self._markov is not None:
-                corrected = corrected + apply(self._markov, params["markov_head"], latent, method="bias")
-            draft = draw_drafts(corrected, head, sampling, noise.key, jnp.full((num_rows,), place, jnp.int32))
-            return (draft.ids, head_carry), (draft, confidence)
-
-        carry = None if self._markov is None else apply(self._markov, params["markov_head"], hidden[:, 0], method="first_carry")
-        # A loop of G steps on the device rather than G copies of its body: a seventh of the program to compile.
-        steps = (hidden.swapaxes(0, 1), base.swapaxes(0, 1), jnp.arange(config.block_size, dtype=jnp.int32))
+            base = head.logits(hidden if self._markov is None else hidden.swapaxes(0, 1))
         with jax.named_scope("draft_tokens"):
-            _, columns = jax.lax.scan(draft_token, (anchor, carry), steps)
-        (ids, log_q, log_normaliser, floor, logits), confidence = jax.tree.map(lambda column: column.swapaxes(0, 1), columns)
-        if config.confidence_score is not None:
-            confidence = score_logits(logits, config.confidence_score)
-        return DraftBlock(ids, log_q, log_normaliser, floor, confidence, logits)
+            if self._markov is None:
+                draft = draw_independent(base, head, sampling, noise)
+            else:
+                draft = as_block(self._draw_tokens(params, head, anchor, hidden, base, noise, sampling), head)
+        confidence = None
+        if self._confidence is not None:
+            embedded = None
+            if self._markov is not None and config.confidence_with_markov:
+                previous = jnp.concatenate([anchor[:, None], draft.ids[:, :-1]], axis=1)
+                embedded = apply(self._markov, params["markov_head"], previous, method="embed")
+            confidence = apply(self._confidence, params["confidence_head"], hidden, embedded)
+        elif config.confidence_score is not None:
+            confidence = score_logits(draft.logits, config.confidence_score)
+        return DraftBlock(draft.ids, draft.log_q, draft.log_normaliser, draft.floor, confidence, draft.logits)
+
+    def _draw_tokens(
+        self,
+        params: Params,
+        head: TargetHead,
+        anchor: Int[Array, "R"],
+        hidden: Float[Array, "R G D"],
+        base: Float[Array, "G R Vd"],
+        noise: Noise,
+        sampling: Sampling,
+    ) -> Draft:
+        """The tokens of a block left to right; fields [G, R], ids as columns."""
+        markov, own = self._markov, params["markov_head"]
+        w1, w2 = own["markov_w1"]["weight"], own["markov_w2"]["weight"]
+        options: dict[str, Any] = {"filters": filters_of(sampling), "return_logits": True, "backend": self.backend}
+        if markov.reads_last_token_alone:
+            return markov_block(anchor, base, w1, w2, noise.key, sampling.temperature, draft_ids=head.draft_ids, **options)
+
+        def draft_token(carry: tuple[Array, Any], position: tuple[Array, Array, Array]) -> tuple[tuple[Array, Any], Draft]:
+            previous, head_carry = carry
+            hidden_k, base_k, place = position
+            embedded = apply(markov, own, previous, method="embed")
+            latent, head_carry = apply(markov, own, head_carry, embedded, hidden_k, method="step")
+            draft = latent_sample(latent, base_k, w2, noise.key, place, sampling.temperature, **options)
+            return (draft.ids if head.draft_ids is None else head.draft_ids[draft.ids], head_carry), draft
+
+        start = anchor, apply(markov, own, hidden[:, 0], method="first_carry")
+        places = jnp.arange(self.config.block_size, dtype=jnp.int32)
+        return jax.lax.scan(draft_token, start, (hidden.swapaxes(0, 1), base, places))[1]
 
     def prediction_sites(self, params: Params, head: TargetHead, batch: TrainBatch) -> Sites:
         """All blocks of a batch in one pass, with the true previous tokens, as the reference trains."""

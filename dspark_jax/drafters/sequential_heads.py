@@ -4,7 +4,7 @@ A head turns the previous token (and, for richer heads, the hidden state and a c
 W2 is the bias on the logits. Splitting it there lets the losses walk over chunks of latents, and lets one kernel serve all heads.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -17,7 +17,12 @@ class VanillaHead(nn.Module):
     """B(x_{k-1}) = W1[x_{k-1}] W2: a low-rank Markov transition (paper section 3.1).
 
     W1 keeps all V rows, since the anchor may be any token; W2 has a row per token that can be drafted.
+
+    Attributes:
+      reads_last_token_alone: whether latents are rows of W1, so that one kernel can draw a whole block.
     """
+
+    reads_last_token_alone: ClassVar[bool] = True
 
     vocab_size: int
     draft_vocab_size: int
@@ -62,6 +67,8 @@ class GatedHead(VanillaHead):
     An option of the reference; the paper has no such head.
     """
 
+    reads_last_token_alone = False
+
     def setup(self) -> None:
         super().setup()
         self.gate_proj = Linear(self.width + self.rank, self.rank, "embed", "rank", use_bias=True)
@@ -82,6 +89,8 @@ class RNNHead(VanillaHead):
 
     The state s is 0 at the start of a block; the output of a position reads the state before its update.
     """
+
+    reads_last_token_alone = False
 
     def setup(self) -> None:
         super().setup()
