@@ -92,10 +92,11 @@ class ReportOptions:
 
 
 def programs(spec: Spec, backend: AheadOfTime, keep_w2: bool) -> Iterator[tuple[str, int, Any, tuple[Any, ...]]]:
-    """Name, memory floor in bytes, jitted function and abstract arguments of both ops."""
+    """Name, memory floor in bytes, jitted function and abstract arguments of both ops, the block with and without its logits kept."""
     arguments: MarkovArguments = jax.eval_shape(functools.partial(markov_arguments, spec))
-    block = jax.jit(functools.partial(markov_block, return_logits=True, keep_w2=keep_w2, backend=backend))
-    yield "markov_block", markov_floor(spec, keeps_w2=keep_w2, returns_logits=True).bytes, block, tuple(arguments)
+    for name, keeps_logits in (("markov_block", False), ("markov_block, logits kept", True)):
+        block = jax.jit(functools.partial(markov_block, return_logits=keeps_logits, keep_w2=keep_w2, backend=backend))
+        yield name, markov_floor(spec, keeps_w2=keep_w2, returns_logits=keeps_logits).bytes, block, tuple(arguments)
     shape = spec.num_rows, spec.block_size
     number: Any = jax.ShapeDtypeStruct(shape, jnp.float32)
     ids = jax.ShapeDtypeStruct(shape, jnp.int32)
@@ -135,7 +136,7 @@ def tpu_rows(name: str, console: Console) -> list[dict[str, Any]]:
             began = time.monotonic()
             compiled = function.lower(*on_device(arguments, device)).compile()
             row = {"op": op, "spec": spec.name, "floor_bytes": floor, "moved_bytes": moved_bytes(compiled.as_text())}
-            if op == "markov_block":
+            if op != "rejection_sample":
                 row |= {"keeps_w2": keeps, "vmem_asked": mosaic_tpu.bytes_on_chip(base, w2, TILE_SIZE, keep_w2=keeps, return_logits=True)}
             row |= {"temporary_bytes": compiled.memory_analysis().temp_size_in_bytes, "compile_seconds": round(time.monotonic() - began, 1)}
             rows.append(row)

@@ -83,7 +83,10 @@ def gumbel(key: Key, tile: jax.Array | int, index: jax.Array | int) -> jax.Array
     bits, _ = threefry2x32(key, tile, index)
     coarse = _to_float(bits >> jnp.uint32(9)) * 2.0**-23
     fine = (_to_float(bits & jnp.uint32(511)) + 0.5) * 2.0**-32
-    exponential = -jnp.log1p(-jnp.minimum(coarse + fine, 1.0 - 2.0**-24))
+    share = jnp.minimum(coarse + fine, 1.0 - 2.0**-24)
+    # -log1p(-share) by a logarithm that every backend has to the last bits: the error of 1 - share is divided out again.
+    rest = 1.0 - share
+    exponential = jnp.where(rest == 1.0, share, -jnp.log(rest) * (share / jnp.where(rest == 1.0, 1.0, 1.0 - rest)))
     return -jnp.log(exponential)
 
 

@@ -8,6 +8,7 @@ from pallas_kernels import noise
 from pallas_kernels.markov_sample import Draft
 from pallas_kernels.noise import Stream
 from pallas_kernels.rejection_sample import Outcome
+from pallas_kernels.two_level_draw import low_rank_bias
 
 
 def draw(logits: jax.Array, temperature: jax.Array, key: jax.Array, stream: Stream, position: jax.Array) -> tuple[jax.Array, ...]:
@@ -25,7 +26,7 @@ def markov_block(anchor: jax.Array, base_logits: jax.Array, w1: jax.Array, w2: j
 
     def step(previous: jax.Array, inputs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         base, place = inputs
-        logits = base + jnp.einsum("rm,vm->rv", w1[previous], w2, preferred_element_type=jnp.float32)
+        logits = base + low_rank_bias(w1[previous], w2)
         ids, log_q, normaliser = draw(logits, temperature, key, Stream.DRAFT_ID, place)
         return ids, (ids, log_q, normaliser)
 

@@ -193,6 +193,13 @@ def kept(logits: jax.Array, floor: jax.Array, temperature: jax.Array) -> jax.Arr
     return jnp.where(reaches, scale(logits, temperature), -jnp.inf)
 
 
+def low_rank_bias(latent: jax.Array, w2: jax.Array) -> jax.Array:
+    """latent [N, M] times W2, given as [V, M]: float32 [N, V], of float32 weights to float32's precision on every device."""
+    precision = lax.Precision.HIGHEST if w2.dtype == jnp.float32 else None
+    dimensions = (((1,), (1,)), ((), ()))
+    return lax.dot_general(latent.astype(w2.dtype), w2, dimensions, precision=precision, preferred_element_type=jnp.float32)
+
+
 def tiles_of(logits: jax.Array, tile_size: int) -> jax.Array:
     """Rows [N, V] as float32 tiles [N, K, S], the last one padded with -inf."""
     num_rows, vocab_size = logits.shape
@@ -213,7 +220,8 @@ def log_sum_exp(values: jax.Array) -> jax.Array:
 
 
 def _greedy(tiles: jax.Array) -> tuple[jax.Array, jax.Array]:
-    # A maximum per tile vectorises; an argmax over the whole vocabulary does not.
+    # NaN counts as excluded, as it does where floors are compared. A maximum per tile vectorises, an argmax over all does not.
+    tiles = jnp.where(tiles >= -jnp.inf, tiles, -jnp.inf)
     tile_max = jnp.max(tiles, axis=2)
     tile = jnp.argmax(tile_max, axis=1).astype(jnp.int32)
     inside = jnp.take_along_axis(tiles, tile[:, None, None], axis=1)[:, 0]

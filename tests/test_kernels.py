@@ -1,5 +1,6 @@
 """The kernels against their reference: the same tokens, whoever computes, but for the near ties of `pallas_kernels.parity`."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -228,6 +229,53 @@ def test_extreme_rows_stay_among_themselves(backend):
 
 
 @pytest.mark.parametrize("backend", ["xla", *HERE[:2]])
+def test_excluded_and_broken_draft_logits_are_never_drawn_and_cost_nobody_the_law(backend):
+    """NaN and -inf in U have no probability; a row that is all of them disturbs no other, and its draft is replaced from p itself."""
+    width, tile = 300, 128
+    rng = np.random.default_rng(2)
+    base = rng.normal(size=(2, 5, width)).astype(np.float32)
+    base[:, 0, 299], base[:, 1, :298], base[:, 2] = np.nan, -np.inf, np.nan
+    zeros = jnp.zeros(5, jnp.int32)
+    key, temperature = noise.round_key(0, jnp.arange(5, dtype=jnp.int32), zeros), jnp.array([1.0, 1.0, 1.0, 1.0, 0.0])
+    weights = jnp.zeros((width, 8))
+
+    def block(base, backend):
+        given = zeros, jnp.asarray(base), weights, weights, key, temperature
+        return jax.jit(functools.partial(markov_block, return_logits=True, tile_size=tile, backend=backend))(*given)
+
+    found, expected = block(base, backend), block(np.where(np.isnan(base), -np.inf, base), "xla")
+    ids = np.asarray(found.ids)
+    assert (ids < width).all() and (ids >= 0).all() and (ids[:, 0] != 299).all() and (ids[:, 1] >= 298).all()
+    others = [0, 1, 3, 4]
+    np.testing.assert_array_equal(ids[:, others], np.asarray(expected.ids)[:, others])
+    np.testing.assert_allclose(np.asarray(found.log_q)[:, others], np.asarray(expected.log_q)[:, others], atol=1e-5)
+
+    target = np.full((15, width), -np.inf, np.float32)
+    target[:, 7] = 0.0
+    ids, log_q, normaliser, floor, logits = (each.swapaxes(0, 1) for each in found)
+    rows = jnp.repeat(jnp.arange(5, dtype=jnp.int32), 3), jnp.arange(5, dtype=jnp.int32) * 3
+    judged = jnp.asarray(target), *rows, ids, log_q, jnp.full(5, 2, jnp.int32), key, temperature
+    draft = DraftRows(logits, normaliser, floor)
+    outcome = jax.jit(functools.partial(rejection_sample, draft=draft, backend=backend))(*judged)
+    assert np.asarray(outcome.next_id).tolist() == [7] * 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", HERE[:2])
+@pytest.mark.parametrize(("num_rows", "width"), [(1, 49), (130, 261), (300, 333)])
+def test_blocks_of_many_requests_one_draft_and_bfloat16_logits(backend, num_rows, width):
+    spec = dataclasses.replace(SMALL[0], vocab_size=width, num_rows=num_rows, block_size=1, filtered=False)
+    arguments = markov_arguments(spec)
+    arguments = arguments._replace(base_logits=arguments.base_logits.astype(jnp.bfloat16))
+    expected, found = (_block(arguments, each, tile_size=128) for each in ("xla", backend))
+    compare_blocks(found, expected, arguments, 128)
+    judged, draft, floors = drafted(spec, expected)
+    verdict = functools.partial(rejection_sample, draft=draft, tile_size=128)
+    expected, found = (jax.jit(functools.partial(verdict, backend=each))(*judged) for each in ("xla", backend))
+    compare_outcomes(found, expected, judged, draft, floors, 128)
+
+
+@pytest.mark.parametrize("backend", ["xla", *HERE[:2]])
 def test_certain_drafts_leave_the_rest_of_the_law(backend):
     """[A3] Deterministic drafts have one-hot q: kept with p of the id, and never what replaces it."""
     width, num = 40, 4096
@@ -282,15 +330,33 @@ def test_recomputed_logits_move_the_law_by_no_more_than_is_said(epsilon):
     assert 0 < worst <= np.exp(2 * epsilon) - 1
 
 
+def test_over_a_block_the_bound_adds_up():
+    """Seven drafts with the residual of q' at each: the law moves by more than at one of them, and by less than seven times the bound."""
+    epsilon, drafts = 1e-3, 7
+    shift = 0.49 * epsilon
+    p, q = np.array([0.5, 0.5]), np.array([0.5 - shift, 0.5 + shift])
+    wrong = q * np.exp([epsilon, -epsilon])
+    residual = np.maximum(p - wrong, 0) / np.maximum(p - wrong, 0).sum()
+    step = np.minimum(p, q) + np.maximum(p - q, 0).sum() * residual
+    law = functools.reduce(np.multiply.outer, [step] * drafts)
+    moved = 0.5 * np.abs(law - 0.5**drafts).sum()
+    assert 0.5 * np.abs(step - p).sum() < moved <= drafts * (np.exp(2 * epsilon) - 1)
+
+
 @pytest.mark.parametrize("spec", EVERY_SPEC)
 @pytest.mark.parametrize(("kernels", "platform"), [("mosaic_tpu", "tpu"), ("triton", "cuda")])
 def test_both_ops_lower_for_devices_that_are_not_here(spec, kernels, platform):
     backend = AheadOfTime(kernels)
     arguments = jax.eval_shape(functools.partial(markov_arguments, spec))
-    block = jax.jit(functools.partial(markov_block, return_logits=True, backend=backend))
-    text = block.trace(*arguments).lower(lowering_platforms=(platform,)).as_text()
-    assert "custom_call" in text
-    draft = jax.eval_shape(block, *arguments)
+    one = arguments.base_logits
+    single = arguments._replace(base_logits=jax.ShapeDtypeStruct(one.shape[1:], one.dtype))
+    for function, given in (
+        (functools.partial(markov_block, backend=backend), arguments),
+        (functools.partial(markov_block, return_logits=True, backend=backend), arguments),
+        (lambda a, u, w1, w2, key, t: markov_sample(a, u, w1, w2, key, 3, t, backend=backend), single),
+    ):
+        assert "custom_call" in jax.jit(function).trace(*given).lower(lowering_platforms=(platform,)).as_text()
+    draft = jax.eval_shape(jax.jit(functools.partial(markov_block, return_logits=True, backend=backend)), *arguments)
     swapped: list[Any] = [jax.ShapeDtypeStruct((each.shape[1], each.shape[0], *each.shape[2:]), each.dtype) for each in draft]
     judged = jax.eval_shape(functools.partial(rejection_arguments, spec), swapped[4], swapped[0], swapped[1])
     floors = jax.ShapeDtypeStruct((spec.num_flat,), jnp.float32) if spec.filtered else None
@@ -328,6 +394,7 @@ def test_the_fall_back_of_auto_is_logged_once(caplog):
     [
         ({"w2": jnp.zeros((5, 64))}, r"w2 has shape \(5, 64\); .* allowed is \(2125, 64\)"),
         ({"anchor": jnp.zeros(3, jnp.int32)}, r"anchor has shape \(3,\); base_logits has 1 requests"),
+        ({"w1": jnp.zeros((5, 64))}, r"w1 has 5 rows; without draft_ids it must have one for each of the 2125 columns"),
         ({"temperature": jnp.zeros(2)}, r"temperature has shape \(2,\)"),
     ],
 )

@@ -323,9 +323,7 @@ def test_a_million_rounds_follow_the_target_s_law(monkeypatch, verifier, planner
     Each token's law given the token before it, its position and its slot in the round is the target's (filtered) one: Pearson's
     test at a level of 1e-4. Moving 0.004 of the mass of every such law would be seen with a chance above 0.999.
     """
-    if backend != "interpret_triton":
-        # Kernels for GPUs have larger tiles.
-        _two_small_tiles(monkeypatch)
+    _two_small_tiles(monkeypatch)
     plan, params = _toy(seed=3)
     plan = dataclasses.replace(plan, verifier=verifier, planner=planner, backend=backend)
     counts, laws = _simulate(plan, params, 100), _laws(params)

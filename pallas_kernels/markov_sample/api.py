@@ -78,7 +78,7 @@ def markov_sample(
       filters: what is kept of each row; None: everything.
       return_logits: whether the corrected logits are wanted; they are as large as `base_logits`.
       axis_name: inside `shard_map`, the mesh axis along which `base_logits` (columns), `w1` and `w2` (rows) are cut into consecutive
-        parts, each but the last a multiple of `tile_size` ids.
+        parts of equal size, a multiple of `tile_size` ids (pad U with -inf).
       tile_size: ids of a logical tile.
       backend: see `dispatch`.
 
@@ -149,7 +149,8 @@ def markov_block(
     Args:
       anchor: int32 [R], x_0: the token before the block.
       base_logits: [G, R, V]: tokens first, since they are drawn one after another.
-      draft_ids: int32 [V], row of `w1` of each column, where not all tokens can be drafted; `ids` are columns all the same.
+      draft_ids: int32 [V], row of `w1` of each column, where not all tokens can be drafted; `ids` are columns all the same. Whole on
+        every device where the vocabulary is cut.
       keep_w2: on a TPU, whether W2 stays on chip between tokens; None: where it fits (see `mosaic_tpu.bytes_on_chip`).
       others: as `markov_sample` has them.
 
@@ -161,6 +162,10 @@ def markov_block(
     _require_rows("temperature", temperature, num_rows)
     _require_rows("key", key, num_rows)
     _require_bias(w1, base_logits, w2)
+    if draft_ids is None and w1.shape[0] < vocab_size:
+        raise ValueError(
+            f"w1 has {w1.shape[0]} rows; without draft_ids it must have one for each of the {vocab_size} columns of base_logits"
+        )
     places = jnp.arange(block_size, dtype=jnp.int32)[:, None]
     tile_key, id_key = noise.site_key(key[None], Stream.DRAFT_TILE, places), noise.site_key(key[None], Stream.DRAFT_ID, places)
 
@@ -183,8 +188,8 @@ def markov_block(
             entry, logits = triton.block(*inputs, **options)
         else:
             keep = mosaic_tpu.fits_on_chip(base_logits, w2, tile_size, return_logits) if keep_w2 is None else keep_w2
-            table = (w1 if w1.shape[0] == vocab_size else w1[:vocab_size]) if draft_ids is None else w1[draft_ids]
-            table = jnp.pad(table, ((0, -vocab_size % mosaic_tpu.ROWS_PER_COPY), (0, 0)))
+            table = w1 if draft_ids is None else w1[draft_ids]
+            table = jnp.pad(table, ((0, -table.shape[0] % mosaic_tpu.ROWS_PER_COPY), (0, 0)))
             arguments = (w1[anchor], base_logits, table, w2, tile_key, id_key, temperature, tile_size)
             entry, logits = mosaic_tpu.block(*arguments, keep_w2=keep, **options)
         return _draft(entry, logits, jnp.full(entry.score.shape, -jnp.inf, jnp.float32), temperature)

@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import tile_race
 from pallas_kernels.tile_race import Race
-from pallas_kernels.two_level_draw import Entry
+from pallas_kernels.two_level_draw import Entry, low_rank_bias
 
 ROWS_PER_COPY = 16
 """Rows of W1 that are fetched together, a power of two: memory is laid out in groups of rows, of which a part cannot be addressed."""
@@ -28,16 +28,11 @@ USUAL_BYTES = 128 << 20
 NUM_RACE = len(Race._fields)
 
 
-def _bias(latent: jax.Array, w2: jax.Array) -> jax.Array:
-    precision = lax.Precision.HIGHEST if w2.dtype == jnp.float32 else None
-    return lax.dot_general(latent, w2, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32)
-
-
 def _values(logits: jax.Array, temperature: jax.Array, offset: jax.Array | int, vocab_size: int) -> jax.Array:
-    """`logits / temperature` of a tile that begins at column `offset`, -inf behind the end of the vocabulary."""
+    """`logits / temperature` of a tile that begins at column `offset`; -inf behind the end of the vocabulary and for NaN."""
     column = offset + lax.broadcasted_iota(jnp.int32, logits.shape, 1)
     divisor = jnp.where(temperature == 0, 1.0, temperature)
-    return jnp.where(column < vocab_size, logits / divisor, -jnp.inf)
+    return jnp.where((column < vocab_size) & (logits >= -jnp.inf), logits / divisor, -jnp.inf)
 
 
 def sweep(
@@ -66,7 +61,7 @@ def sweep(
         def _() -> None:
             tile_race.start(race)
 
-        logits = base[:].astype(jnp.float32) + _bias(latent[:].astype(w2.dtype), w2[:])
+        logits = base[:].astype(jnp.float32) + low_rank_bias(latent[:], w2[:])
         if return_logits:
             refs[4][:] = logits
         values = _values(logits, temperature[:], tile * width, vocab_size)
@@ -126,7 +121,7 @@ def block(
     Args:
       first_latent: [R, M], of the anchors.
       base_logits: [G, R, V].
-      table: [V, M], W1's rows in the order of the columns of `base_logits`; V a multiple of `ROWS_PER_COPY`, or padded to one.
+      table: W1's rows [at least V, M] in the order of the columns of `base_logits`, as many as a multiple of `ROWS_PER_COPY`.
       tile_key, id_key: uint32 [G, R, 2].
       keep_w2: whether W2 stays on chip; see `bytes_on_chip`.
     """
@@ -155,7 +150,7 @@ def block(
                 on_chip[tile] = w2[:]
 
         w2_tile = on_chip[tile] if keep_w2 else w2[:]
-        logits = base[:].astype(jnp.float32) + _bias(latent[:].astype(w2.dtype), w2_tile)
+        logits = base[:].astype(jnp.float32) + low_rank_bias(latent[:], w2_tile)
         if logits_out is not None:
             logits_out[:] = logits
         values = _values(logits, temperature[:], tile * width, vocab_size)

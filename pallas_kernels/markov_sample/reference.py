@@ -29,7 +29,7 @@ def sweep(
       first_tile: int32, number of the first tile of this part of the vocabulary.
       floor_of: gives the logit that an entry of each row must reach to be kept; None: all are.
     """
-    bias = jnp.einsum("rm,vm->rv", latent.astype(w2.dtype), w2, preferred_element_type=jnp.float32)
+    bias = two_level_draw.low_rank_bias(latent, w2)
     # The floor, the draw and the logits that the verifier reads must come from the same bits, not from three fusions.
     logits = lax.optimization_barrier(base_logits.astype(jnp.float32) + bias)
     floor = jnp.full(temperature.shape, -jnp.inf, jnp.float32) if floor_of is None else floor_of(logits)

@@ -26,11 +26,6 @@ def _rank_padded(rank: int) -> int:
     return max(16, pl.next_power_of_2(rank))
 
 
-def _product(latent: jax.Array, w2: jax.Array) -> jax.Array:
-    precision = lax.Precision.HIGHEST if w2.dtype == jnp.float32 else None
-    return lax.dot_general(latent.astype(w2.dtype), w2, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32)
-
-
 def sweep(
     latent: jax.Array,
     base_logits: jax.Array,
@@ -151,7 +146,7 @@ def _sums(
             in_ranks = ranks < rank
             weights = plgpu.load(w2.at[columns[:, None], ranks[None, :]], mask=in_columns[:, None] & in_ranks[None, :], other=0.0)
             inputs = plgpu.load(latent.at[rows[:, None], ranks[None, :]], mask=in_rows[:, None] & in_ranks[None, :], other=0.0)
-            return total + _product(inputs, weights)
+            return total + two_level_draw.low_rank_bias(inputs, weights)
 
         bias = lax.fori_loop(0, rank_padded // ranks_each, product, jnp.zeros((rows_each, COLUMNS), jnp.float32))
         u = plgpu.load(base.at[place[0], rows[:, None], columns[None, :]], mask=here, other=0.0, eviction_policy="evict_first")
@@ -160,7 +155,7 @@ def _sums(
             plgpu.store(refs[-1].at[place[0], rows[:, None], columns[None, :]], found, mask=here)
         divisor = plgpu.load(temperature.at[rows], mask=in_rows, other=1.0)
         divisor = jnp.where(divisor == 0, 1.0, divisor)
-        values = jnp.where(in_columns[None, :], found / divisor[:, None], -jnp.inf)
+        values = jnp.where(in_columns[None, :] & (found >= -jnp.inf), found / divisor[:, None], -jnp.inf)
         largest = jnp.max(values, axis=1)
         shift = jnp.where(largest > -jnp.inf, largest, 0.0)
         total = jnp.sum(jnp.exp(values - shift[:, None]), axis=1)
@@ -213,7 +208,7 @@ def _pick(
             found = found + jnp.sum(weights.astype(jnp.float32) * one.astype(jnp.float32)[None, :], axis=1)
         divisor = temperature[row]
         greedy = divisor == 0
-        values = jnp.where(here, found / jnp.where(greedy, 1.0, divisor), -jnp.inf)
+        values = jnp.where(here & (found >= -jnp.inf), found / jnp.where(greedy, 1.0, divisor), -jnp.inf)
         ids = tile[row] * width + offsets
         variable = noise.gumbel((key[row, 0], key[row, 1]), tile[row], ids)
         inside = values + jnp.where(greedy, 0.0, variable)

@@ -5,8 +5,9 @@ rejected one is replaced by a draw from norm(max(0, p_k - q_k)); behind the last
 distribution. Source: Leviathan et al. 2023 and Chen et al. 2023; the paper's section 2.
 
 Two passes over a vocabulary: the first reads every row of target logits once, for its normaliser and the logit of the draft that it
-judges; the second reads one row of target and one of draft logits per request, at the position that decides. No probability is
-written. Axes: R requests, G drafted tokens, N flat rows of target logits, V ids, Vd ids that can be drafted, M rank of the bias.
+judges; the second reads one row of target and one of draft logits per request, at the position that decides. Kernels
+write no probabilities. Axes: R requests, G drafted tokens, N flat rows of target logits, V ids, Vd ids that can be drafted, M rank of
+the bias.
 """
 
 from typing import NamedTuple
@@ -20,7 +21,7 @@ from pallas_kernels.dispatch import Backend
 from pallas_kernels.noise import Stream
 from pallas_kernels.rejection_sample import mosaic_tpu, reference, triton
 from pallas_kernels.rejection_sample.reference import ResidualRows, RowStats
-from pallas_kernels.two_level_draw import TILE_SIZE, greedy_ids, log_sum_exp
+from pallas_kernels.two_level_draw import TILE_SIZE, greedy_ids, log_sum_exp, low_rank_bias
 
 MIN_RESIDUAL_MASS = 1e-8
 """Where max(0, p - q) has less, p == q but for rounding, which alone can have rejected: the draft stays, being a draw from p."""
@@ -51,8 +52,9 @@ class RecomputedRows(NamedTuple):
     """The drafts' distributions as what their logits were made of, U + latent W2: computed again for the one row that is needed.
 
     Matrix products that add up in another order give logits that differ from the sampler's by up to some e. Acceptance reads the
-    sampler's own numbers, so that only the residual differs, by at most exp(2 e / temperature) - 1 in total variation of the output
-    law of a round (of q's distance, twice over; the residual counts with the chance of a rejection, which is its mass).
+    sampler's own numbers, so that only the residual differs: at each draft by at most exp(2 e / temperature) - 1 in total variation of
+    the law of what follows (q's distance, twice over; the residual counts with the chance of a rejection, which is its mass), and in a
+    round by at most G times that.
 
     Attributes:
       base_logits: U, [R, G, Vd].
@@ -87,7 +89,7 @@ def rejection_sample(
     """Judge the first `lengths[r]` drafts of every request.
 
     Request r owns the flat rows first[r] .. first[r] + lengths[r]: the first judges draft 0, and so on; the last gives the bonus
-    token. Other rows are padding and are not looked at. Where all requests are greedy nothing random is computed.
+    token. Other rows are padding and are not looked at. Of a draft whose normaliser is not finite, q counts as 0.
 
     Args:
       target_logits: [N, V], before temperature.
@@ -102,7 +104,7 @@ def rejection_sample(
       floor: float32 [N], the logit that an entry of a row must reach to be kept (top-k, top-p); None: nothing is filtered.
       draft_ids: int32 [Vd], target id of each column of the draft logits; None where these are all ids.
       axis_name: inside `shard_map`, the mesh axis along which the columns of target and draft logits (and the rows of `w2`) are cut
-        into consecutive parts, each but the last a multiple of `tile_size` ids.
+        into consecutive parts of equal size, a multiple of `tile_size` ids (pad with -inf).
       backend: see `dispatch`.
 
     Raises:
@@ -123,6 +125,7 @@ def rejection_sample(
     target_logits = lax.optimization_barrier(target_logits)
     num_flat, block_size = target_logits.shape[0], ids.shape[1]
     requests, step = jnp.arange(ids.shape[0], dtype=jnp.int32), jnp.arange(block_size, dtype=jnp.int32)
+    first = jnp.clip(first, 0, num_flat - 1)
     judged_by = jnp.minimum(first[:, None] + step, num_flat - 1)
     scheduled = step < lengths[:, None]
     greedy = temperature == 0
@@ -146,7 +149,7 @@ def rejection_sample(
             row=decides,
             floor=floors[decides],
             normaliser=stats.log_sum[decides],
-            plain=(num_accepted == lengths) | greedy,
+            plain=(num_accepted == lengths) | greedy | ~jnp.isfinite(draft_normaliser),
             temperature=temperature,
             draft_row=draft_row,
             draft_floor=draft_floor,
@@ -193,7 +196,7 @@ def _draft_rows(
         return None, only, jnp.zeros_like(unfiltered), unfiltered
     normaliser = draft.log_normaliser[requests, rejected]
     if isinstance(draft, RecomputedRows):
-        bias = jnp.einsum("rm,vm->rv", draft.latent[requests, rejected], draft.w2, preferred_element_type=jnp.float32)
+        bias = low_rank_bias(draft.latent[requests, rejected], draft.w2)
         logits, index, floor = (draft.base_logits[requests, rejected] + bias)[:, None], only, unfiltered
     else:
         logits, index, floor = draft.logits, rejected, draft.floor[requests, rejected]
