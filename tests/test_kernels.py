@@ -393,12 +393,53 @@ def test_the_fall_back_of_auto_is_logged_once(caplog):
     ("change", "complaint"),
     [
         ({"w2": jnp.zeros((5, 64))}, r"w2 has shape \(5, 64\); .* allowed is \(2125, 64\)"),
-        ({"anchor": jnp.zeros(3, jnp.int32)}, r"anchor has shape \(3,\); base_logits has 1 requests"),
+        ({"anchor": jnp.zeros(3, jnp.int32)}, r"anchor has shape \(3,\); allowed is \(1,\), base_logits having 1 requests"),
         ({"w1": jnp.zeros((5, 64))}, r"w1 has 5 rows; without draft_ids it must have one for each of the 2125 columns"),
-        ({"temperature": jnp.zeros(2)}, r"temperature has shape \(2,\)"),
+        ({"temperature": jnp.zeros(2)}, r"temperature has shape \(2,\); allowed is \(1,\)"),
+        ({"temperature": 1.0}, r"temperature has shape \(\); allowed is \(1,\)"),
+        ({"key": jax.random.key(0)}, r"key has shape \(\); allowed is \(1, 2\)"),
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(change, complaint):
     arguments = markov_arguments(SMALL[2].scaled_down())
     with pytest.raises(ValueError, match=complaint):
         markov_block(*arguments._replace(**change))
+
+
+def _verdict_on(**changes):
+    """A verdict on one request with two drafts over eight ids, of which some arguments are changed."""
+    given = {
+        "target_logits": jnp.zeros((3, 8)),
+        "row": jnp.zeros(3, jnp.int32),
+        "first": jnp.zeros(1, jnp.int32),
+        "ids": jnp.zeros((1, 2), jnp.int32),
+        "log_q": jnp.full((1, 2), -jnp.log(8.0)),
+        "lengths": jnp.full(1, 2, jnp.int32),
+        "key": noise.round_key(0, jnp.zeros(1, jnp.int32), 0),
+        "temperature": jnp.ones(1),
+        "draft": DraftRows(jnp.zeros((1, 2, 8)), jnp.full((1, 2), jnp.log(8.0)), jnp.full((1, 2), -jnp.inf)),
+    }
+    return rejection_sample(**given | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"target_logits": jnp.zeros((1, 3, 8))}, r"target_logits has shape \(1, 3, 8\); allowed are two axes, \[N, V\]"),
+        (
+            {"row": jnp.zeros(2, jnp.int32)},
+            r"row has shape \(2,\); allowed is \(3,\), ids having shape \(1, 2\) and target_logits \(3, 8\)",
+        ),
+        ({"temperature": 1.0}, r"temperature has shape \(\); allowed is \(1,\)"),
+        ({"key": jax.random.key(0)}, r"key has shape \(\); allowed is \(1, 2\)"),
+        ({"floor": jnp.zeros(1)}, r"floor has shape \(1,\); allowed is \(3,\)"),
+        ({"log_q": jnp.zeros((2, 1))}, r"log_q has shape \(2, 1\); allowed is \(1, 2\)"),
+        ({"draft": DraftRows(jnp.zeros((1, 2, 7)), jnp.zeros((1, 2)), jnp.zeros((1, 2)))}, r"draft.logits has shape \(1, 2, 7\)"),
+        ({"draft": DraftRows(jnp.zeros((1, 2, 8)), jnp.zeros((2, 1)), jnp.zeros((1, 2)))}, r"draft.log_normaliser has shape \(2, 1\)"),
+        ({"backend": "triton"}, "backend is 'triton', which needs the platform gpu"),
+    ],
+)
+def test_a_verdict_on_what_does_not_fit_is_refused_by_field(changes, complaint):
+    assert int(_verdict_on().num_accepted[0]) == 2
+    with pytest.raises(ValueError, match=complaint):
+        _verdict_on(**changes)

@@ -85,7 +85,7 @@ def markov_sample(
     Raises:
       ValueError: shapes that do not fit together, or a backend that cannot run here.
     """
-    _require_rows("prev_ids", prev_ids, base_logits.shape[0])
+    _require_rows("prev_ids", prev_ids, base_logits.shape[:1])
     latent = _rows_of(w1, prev_ids, axis_name)
     return latent_sample(
         latent,
@@ -119,9 +119,9 @@ def latent_sample(
     """As `markov_sample`, from a latent [R, M] in the place of W1[prev_ids]: for heads that compute one, gated or recurrent."""
     num_rows = base_logits.shape[0]
     _require_bias(latent, base_logits, w2)
-    _require_rows("latent", latent, num_rows)
-    _require_rows("temperature", temperature, num_rows)
-    _require_rows("key", key, num_rows)
+    _require_rows("latent", latent, (num_rows, w2.shape[1]))
+    _require_rows("temperature", temperature, (num_rows,))
+    _require_rows("key", key, (num_rows, 2))
     position = jnp.broadcast_to(jnp.asarray(position, jnp.int32), (num_rows,))
     keys = noise.site_key(key, Stream.DRAFT_TILE, position), noise.site_key(key, Stream.DRAFT_ID, position)
     run = _Run(filters, return_logits, axis_name, tile_size, dispatch.choose(backend))
@@ -158,9 +158,9 @@ def markov_block(
       ValueError: shapes that do not fit together, or a backend that cannot run here.
     """
     block_size, num_rows, vocab_size = base_logits.shape
-    _require_rows("anchor", anchor, num_rows)
-    _require_rows("temperature", temperature, num_rows)
-    _require_rows("key", key, num_rows)
+    _require_rows("anchor", anchor, (num_rows,))
+    _require_rows("temperature", temperature, (num_rows,))
+    _require_rows("key", key, (num_rows, 2))
     _require_bias(w1, base_logits, w2)
     if draft_ids is None and w1.shape[0] < vocab_size:
         raise ValueError(
@@ -251,9 +251,9 @@ def _rows_of(table: jax.Array, ids: jax.Array, axis_name: str | None) -> jax.Arr
     return lax.psum(jnp.where(here[:, None], table[jnp.where(here, local, 0)], 0), axis_name)
 
 
-def _require_rows(field: str, value: jax.Array, num_rows: int) -> None:
-    if value.shape[0] != num_rows:
-        raise ValueError(f"{field} has shape {value.shape}; base_logits has {num_rows} requests, of each of which it must have a row")
+def _require_rows(field: str, value: jax.Array, shape: tuple[int, ...]) -> None:
+    if jnp.shape(value) != shape:
+        raise ValueError(f"{field} has shape {jnp.shape(value)}; allowed is {shape}, base_logits having {shape[0]} requests")
 
 
 def _require_bias(left: jax.Array, base_logits: jax.Array, w2: jax.Array) -> None:

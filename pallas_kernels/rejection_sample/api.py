@@ -10,7 +10,7 @@ write no probabilities. Axes: R requests, G drafted tokens, N flat rows of targe
 the bias.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -110,7 +110,8 @@ def rejection_sample(
     Raises:
       ValueError: shapes that do not fit together, or a backend that cannot run here.
     """
-    _require(target_logits, row, first, ids, log_q, lengths, draft, draft_ids, axis_name)
+    per_request = {"first": first, "lengths": lengths, "key": key, "temperature": temperature}
+    _require(target_logits, ids, {"row": row, "floor": floor}, per_request, {"log_q": log_q}, draft, draft_ids, axis_name)
     choice = dispatch.choose(backend)
     kernels = {"xla": reference, "mosaic_tpu": mosaic_tpu, "triton": triton}[choice.kernels]
     options = {} if choice.kernels == "xla" else {"interpret": choice.interpret}
@@ -224,31 +225,30 @@ def _leading(kept: jax.Array) -> jax.Array:
 
 def _require(
     target_logits: jax.Array,
-    row: jax.Array,
-    first: jax.Array,
     ids: jax.Array,
-    log_q: jax.Array,
-    lengths: jax.Array,
+    per_row: dict[str, jax.Array | None],
+    per_request: dict[str, jax.Array],
+    per_draft: dict[str, jax.Array],
     draft: DraftRows | RecomputedRows | None,
     draft_ids: jax.Array | None,
     axis_name: str | None,
 ) -> None:
+    for field, value, axes in (("target_logits", target_logits, "[N, V]"), ("ids", ids, "[R, G]")):
+        if jnp.ndim(value) != 2:
+            raise ValueError(f"{field} has shape {jnp.shape(value)}; allowed are two axes, {axes}")
     num_rows, block_size = ids.shape
-    wanted = {
-        "first": (first, (num_rows,)),
-        "lengths": (lengths, (num_rows,)),
-        "log_q": (log_q, ids.shape),
-        "row": (row, target_logits.shape[:1]),
-    }
-    for field, (value, shape) in wanted.items():
-        if value.shape != shape:
-            raise ValueError(
-                f"{field} has shape {value.shape}; with ids {ids.shape} and target_logits {target_logits.shape} allowed is {shape}"
-            )
+    wanted: dict[str, tuple[Any, tuple[int, ...]]] = {field: (value, target_logits.shape[:1]) for field, value in per_row.items()}
+    wanted |= {field: (value, (num_rows,)) for field, value in per_request.items()}
+    wanted["key"] = per_request["key"], (num_rows, 2)
+    wanted |= {field: (value, ids.shape) for field, value in per_draft.items()}
     if draft is not None:
-        field, logits = ("draft.base_logits", draft.base_logits) if isinstance(draft, RecomputedRows) else ("draft.logits", draft.logits)
+        logits = "base_logits" if isinstance(draft, RecomputedRows) else "logits"
         columns = target_logits.shape[1] if draft_ids is None else draft_ids.shape[0]
-        if logits.shape != (num_rows, block_size, columns):
-            raise ValueError(f"{field} has shape {logits.shape}; allowed is {(num_rows, block_size, columns)}")
+        wanted[f"draft.{logits}"] = getattr(draft, logits), (num_rows, block_size, columns)
+        wanted |= {f"draft.{name}": (getattr(draft, name), ids.shape) for name in ("log_normaliser", "floor") if hasattr(draft, name)}
+    for field, (value, shape) in wanted.items():
+        if value is not None and jnp.shape(value) != shape:
+            given = f"ids having shape {ids.shape} and target_logits {target_logits.shape}"
+            raise ValueError(f"{field} has shape {jnp.shape(value)}; allowed is {shape}, {given}")
     if draft_ids is not None and axis_name is not None:
         raise ValueError("draft_ids is given with axis_name; a vocabulary that is cut over devices must be the same for drafts and target")
