@@ -3,7 +3,7 @@
     python -m pallas_kernels.bench                 # make bench; about 4 minutes on 2 cores
 
 For every spec of `arg_specs`: bytes that must move, bytes that the compiler says move, seconds, and the ratio to the floor at the
-bandwidth of a copy that is measured in the same run. Then the comparisons of `COMPARISONS`, both sides interleaved in the same run.
+bandwidth of a copy that is measured in the same run. Then comparisons with plain formulations, both sides in turn.
 Times are medians. Results go to experiments/results/kernels.json.
 """
 
@@ -24,10 +24,11 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import plain
-from pallas_kernels.arg_specs import SPECS, MarkovArguments, RejectionArguments, Spec, markov_arguments, rejection_arguments
+from pallas_kernels.arg_specs import SPECS, MarkovArguments, RejectionArguments, Spec, markov_arguments
 from pallas_kernels.dispatch import Backend
 from pallas_kernels.markov_sample import markov_block
 from pallas_kernels.noise import Stream
+from pallas_kernels.parity import drafted
 from pallas_kernels.rejection_sample import DraftRows, rejection_sample
 from pallas_kernels.two_level_draw import draw
 
@@ -103,24 +104,18 @@ def calls_of(spec: Spec, backend: Backend) -> Iterator[tuple[str, Floor, Callabl
     arguments = jax.block_until_ready(jax.jit(markov_arguments, static_argnums=0)(spec))
     block = jax.jit(functools.partial(markov_block, backend=backend))
     yield "markov_block", markov_floor(spec, keeps_w2=keeps), block, tuple(arguments)
-    judged = jax.block_until_ready(drafted(spec, arguments, backend))
+    judged = jax.block_until_ready(judged_by(spec, arguments, backend))
     del arguments
     yield "rejection_sample", rejection_floor(spec), jax.jit(functools.partial(_reject, backend=backend)), judged
 
 
-def drafted(spec: Spec, arguments: MarkovArguments, backend: Backend) -> tuple[RejectionArguments, DraftRows]:
-    """Arguments of `rejection_sample` for drafts that were drawn from `arguments`."""
-
-    def make(arguments: MarkovArguments) -> tuple[RejectionArguments, DraftRows]:
-        draft = markov_block(*arguments, return_logits=True, backend=backend)
-        ids, log_q, normaliser, floor, logits = jax.tree.map(lambda each: each.swapaxes(0, 1), draft)
-        return rejection_arguments(spec, logits, ids, log_q), DraftRows(logits, normaliser, floor)
-
-    return jax.jit(make)(arguments)
+def judged_by(spec: Spec, arguments: MarkovArguments, backend: Backend) -> tuple[RejectionArguments, DraftRows, jax.Array | None]:
+    """Arguments of `_reject` for drafts that were drawn from `arguments`."""
+    return jax.jit(lambda given: drafted(spec, markov_block(*given, return_logits=True, backend=backend)))(arguments)
 
 
-def _reject(arguments: RejectionArguments, draft: DraftRows, backend: Backend) -> Any:
-    return rejection_sample(*arguments, draft=draft, backend=backend)
+def _reject(arguments: RejectionArguments, draft: DraftRows, floor: jax.Array | None, backend: Backend) -> Any:
+    return rejection_sample(*arguments, draft=draft, floor=floor, backend=backend)
 
 
 def medians(calls: Sequence[Callable[[], Any]], seconds: float) -> list[float]:
@@ -154,11 +149,11 @@ def compiled_bytes(function: Any, arguments: tuple[Any, ...]) -> float | None:
 def compare_rejection(backend: Backend, seconds: float) -> dict[str, Any]:
     """`rejection_sample` against the plain formulation."""
     spec = compared()
-    judged, draft = drafted(spec, jax.jit(markov_arguments, static_argnums=0)(spec), backend)
+    judged, draft, floor = judged_by(spec, jax.jit(markov_arguments, static_argnums=0)(spec), backend)
     ours = jax.jit(functools.partial(_reject, backend=backend))
     theirs = jax.jit(plain.rejection_sample)
     given = (judged.target_logits, draft.logits, judged.ids, judged.lengths, judged.key, judged.temperature)
-    fast, slow = medians([lambda: ours(judged, draft), lambda: theirs(*given)], seconds)
+    fast, slow = medians([lambda: ours(judged, draft, floor), lambda: theirs(*given)], seconds)
     return {
         "op": "rejection_sample",
         "against": "probabilities of all G + 1 rows, a residual drawn at each",

@@ -171,7 +171,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     for spec in SPECS:
         if spec.num_rows <= options.most_rows:
-            parities = check(spec.scaled_down() if options.small else spec, options.backend)
+            spec = spec.scaled_down() if options.small else spec
+            parities = check(spec, options.backend)
             drawn, judged = (f"{each.compared} ({each.near_ties} near ties)" for each in parities)
             print(f"{spec.name:<40} draws: {drawn}, verdicts: {judged}")
     return 0

@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import noise
+from pallas_kernels.two_level_draw import shift_of
 
 ROWS_AT_ONCE = 8
 
@@ -54,17 +55,17 @@ def start(race: Race) -> None:
 def enter(race: Race, values: jax.Array, tile: jax.Array, tile_key: noise.Key, greedy: jax.Array) -> None:
     """One tile: `values` [N, S] of its ids, its number in the whole vocabulary, and each row's key of the first level."""
     tile_max = jnp.max(values, axis=1, keepdims=True)
-    tile_total = jnp.sum(jnp.exp(values - _shift(tile_max)), axis=1, keepdims=True)
-    tile_sum = jnp.log(tile_total) + _shift(tile_max)
+    tile_total = jnp.sum(jnp.exp(values - shift_of(tile_max)), axis=1, keepdims=True)
+    tile_sum = jnp.log(tile_total) + shift_of(tile_max)
     score = jnp.where(greedy, tile_max, tile_sum + noise.gumbel(tile_key, tile, 0))
     better = score > race.score[:]
     race.score[:] = jnp.where(better, score, race.score[:])
     race.tile[:] = jnp.where(better, tile, race.tile[:])
     race.values[:] = jnp.where(better, values, race.values[:])
     largest = jnp.maximum(race.largest[:], tile_max)
-    rescaled = race.total[:] * jnp.exp(race.largest[:] - _shift(largest))
+    rescaled = race.total[:] * jnp.exp(race.largest[:] - shift_of(largest))
     # A tile without anything kept adds nothing, whatever the exponential of its shift would be.
-    race.total[:] = rescaled + jnp.where(tile_max > -jnp.inf, tile_total * jnp.exp(tile_max - _shift(largest)), 0.0)
+    race.total[:] = rescaled + jnp.where(tile_max > -jnp.inf, tile_total * jnp.exp(tile_max - shift_of(largest)), 0.0)
     race.largest[:] = largest
 
 
@@ -78,7 +79,7 @@ def finish(race: Race, id_key: tuple[Any, Any], temperature: Any, outputs: tuple
     score_out, id_out, value_out, log_sum_out = outputs
     num_rows, width = race.values.shape
     score_out[:] = race.score[:]
-    log_sum_out[:] = jnp.where(temperature[:] == 0, race.largest[:], jnp.log(race.total[:]) + _shift(race.largest[:]))
+    log_sum_out[:] = jnp.where(temperature[:] == 0, race.largest[:], jnp.log(race.total[:]) + shift_of(race.largest[:]))
 
     def draw(rows: Any) -> None:
         values, tile = race.values[rows], race.tile[rows]
@@ -101,8 +102,3 @@ def finish(race: Race, id_key: tuple[Any, Any], temperature: Any, outputs: tuple
         lax.fori_loop(0, whole, some, None)
     if rest:
         draw(pl.ds(whole * ROWS_AT_ONCE, rest))
-
-
-def _shift(largest: jax.Array) -> jax.Array:
-    # Where all is -inf so far, 0: -inf - (-inf) would be NaN.
-    return jnp.where(largest > -jnp.inf, largest, 0.0)

@@ -219,6 +219,11 @@ def log_sum_exp(values: jax.Array) -> jax.Array:
     return jnp.log(jnp.sum(jnp.exp(values - shift[..., None]), axis=-1)) + shift
 
 
+def shift_of(largest: jax.Array) -> jax.Array:
+    """What to subtract from values before they are exponentiated: their largest, and 0 where all are -inf (-inf - (-inf) is NaN)."""
+    return jnp.where(largest > -jnp.inf, largest, 0.0)
+
+
 def _greedy(tiles: jax.Array) -> tuple[jax.Array, jax.Array]:
     # NaN counts as excluded, as it does where floors are compared. A maximum per tile vectorises, an argmax over all does not.
     tiles = jnp.where(tiles >= -jnp.inf, tiles, -jnp.inf)

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import noise, two_level_draw
-from pallas_kernels.two_level_draw import Entry
+from pallas_kernels.two_level_draw import Entry, shift_of
 
 COLUMNS = 128
 """Ids per program."""
@@ -111,7 +111,7 @@ def tiles_of_sums(largest: jax.Array, total: jax.Array, per_tile: int) -> tuple[
     """Largest value and log-sum-exp per tile from those of its parts, of which there are `per_tile`."""
     padding = ((0, 0), (0, -largest.shape[1] % per_tile))
     largest = jnp.pad(largest, padding, constant_values=-jnp.inf).reshape(largest.shape[0], -1, per_tile)
-    log_sum = jnp.log(jnp.pad(total, padding)).reshape(largest.shape) + jnp.where(largest > -jnp.inf, largest, 0.0)
+    log_sum = jnp.log(jnp.pad(total, padding)).reshape(largest.shape) + shift_of(largest)
     return jnp.max(largest, axis=2), two_level_draw.log_sum_exp(log_sum)
 
 
@@ -157,7 +157,7 @@ def _sums(
         divisor = jnp.where(divisor == 0, 1.0, divisor)
         values = jnp.where(in_columns[None, :] & (found >= -jnp.inf), found / divisor[:, None], -jnp.inf)
         largest = jnp.max(values, axis=1)
-        shift = jnp.where(largest > -jnp.inf, largest, 0.0)
+        shift = shift_of(largest)
         total = jnp.sum(jnp.exp(values - shift[:, None]), axis=1)
         plgpu.store(largest_out.at[rows, part], largest, mask=in_rows)
         plgpu.store(total_out.at[rows, part], total, mask=in_rows)

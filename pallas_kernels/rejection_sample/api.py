@@ -20,7 +20,7 @@ from pallas_kernels import dispatch, noise
 from pallas_kernels.dispatch import Backend
 from pallas_kernels.noise import Stream
 from pallas_kernels.rejection_sample import mosaic_tpu, reference, triton
-from pallas_kernels.rejection_sample.reference import ResidualRows, RowStats
+from pallas_kernels.rejection_sample.rows import ResidualRows, RowStats
 from pallas_kernels.two_level_draw import TILE_SIZE, greedy_ids, log_sum_exp, low_rank_bias
 
 MIN_RESIDUAL_MASS = 1e-8

@@ -9,9 +9,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import tile_race
-from pallas_kernels.rejection_sample.reference import ResidualRows, RowStats, residual_values, rows_of_drafts
+from pallas_kernels.rejection_sample.rows import ResidualRows, RowStats, residual_values
 from pallas_kernels.tile_race import Race
-from pallas_kernels.two_level_draw import Entry
+from pallas_kernels.two_level_draw import Entry, shift_of
 
 MOST_ROWS = 256
 """Rows of a block: as many as keep the streamed tiles within the few MiB that a kernel has without asking."""
@@ -57,7 +57,7 @@ def row_stats(
 
         tile_max = jnp.max(values, axis=1, keepdims=True)
         new = jnp.maximum(largest[:], tile_max)
-        shift = jnp.where(new > -jnp.inf, new, 0.0)
+        shift = shift_of(new)
         total[:] = total[:] * jnp.exp(largest[:] - shift) + jnp.sum(jnp.exp(values - shift), axis=1, keepdims=True)
         largest[:] = new
 
@@ -131,7 +131,9 @@ def residual_draw(
     column = pl.BlockSpec((rows_each, 1), lambda n, t, first: (n, 0))
     wide = pl.BlockSpec((rows_each, width), lambda n, t, first: (n, t))
     given = rows._replace(plain=rows.plain.astype(jnp.int32))
-    inputs = [target_logits[rows.row], *([] if draft_logits is None else [rows_of_drafts(draft_logits, rows)])]
+    inputs = [target_logits[rows.row]]
+    if draft_logits is not None:
+        inputs.append(draft_logits[jnp.arange(num_rows, dtype=jnp.int32), rows.draft_row])
     columns = [*given, tile_key[:, 0], tile_key[:, 1], id_key[:, 0], id_key[:, 1]]
     grid_spec = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=1,

@@ -5,55 +5,18 @@ Axes: N flat rows of target logits, R requests, V ids.
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import two_level_draw
+from pallas_kernels.rejection_sample.rows import ResidualRows, RowStats, residual_values
 from pallas_kernels.two_level_draw import Entry
 
 FOLD = 128
 """Columns that a CPU sums at once."""
-
-
-class RowStats(NamedTuple):
-    """What acceptance must know of rows of target logits, or of a part of the vocabulary.
-
-    Attributes:
-      log_sum: float32 [N], log-sum-exp of the kept entries of `logits / temperature`; at temperature 0 the largest logit.
-      own: float32 [N], `logits / temperature` of one given id; -inf where it is filtered out or not in this part.
-      best: int32 [N], id of the largest logit. Only read where the temperature is 0.
-    """
-
-    log_sum: jax.Array
-    own: jax.Array
-    best: jax.Array
-
-
-class ResidualRows(NamedTuple):
-    """What follows the accepted drafts of each request: the target's distribution p, or the residual max(0, p - q).
-
-    Attributes:
-      row: int32 [R], the row of target logits that decides.
-      floor, normaliser: float32 [R], of that row.
-      plain: bool [R], whether p itself: behind the last verified draft, and at temperature 0.
-      temperature: float32 [R].
-      draft_row: int32 [R], row of the draft logits of the request.
-      draft_floor, draft_normaliser: float32 [R], of that row.
-      draft_id: int32 [R], the rejected id: where there are no draft logits, q is one-hot at it.
-    """
-
-    row: jax.Array
-    floor: jax.Array
-    normaliser: jax.Array
-    plain: jax.Array
-    temperature: jax.Array
-    draft_row: jax.Array
-    draft_floor: jax.Array
-    draft_normaliser: jax.Array
-    draft_id: jax.Array
 
 
 def row_stats(
@@ -120,21 +83,3 @@ def residual_draw(
     values = lax.optimization_barrier(lax.platform_dependent(requests, rows, cpu=in_turn, default=jax.vmap(of_request)))
     unfiltered, ones = jnp.full(rows.row.shape, -jnp.inf, jnp.float32), jnp.where(rows.temperature == 0, 0.0, 1.0)
     return two_level_draw.enter(values, unfiltered, ones, tile_key, id_key, first_tile=first_tile, tile_size=tile_size)
-
-
-def rows_of_drafts(draft_logits: jax.Array, rows: ResidualRows) -> jax.Array:
-    """The row of draft logits of each request, [R, V]."""
-    return draft_logits[jnp.arange(draft_logits.shape[0], dtype=jnp.int32), rows.draft_row]
-
-
-def residual_values(logits: jax.Array, draft_logits: jax.Array | None, rows: ResidualRows, column: jax.Array) -> jax.Array:
-    """What is raced for: `logits / temperature` where p itself is wanted, log max(0, p - q) elsewhere. Fields of `rows` broadcast."""
-    divisor = jnp.where(rows.temperature == 0, 1.0, rows.temperature)
-    scaled = jnp.where(logits >= rows.floor, logits / divisor, -jnp.inf)
-    if draft_logits is None:
-        q = jnp.where(column == rows.draft_id, 1.0, 0.0)
-    else:
-        draft = draft_logits.astype(jnp.float32)
-        q = jnp.where(draft >= rows.draft_floor, jnp.exp(draft / divisor - rows.draft_normaliser), 0.0)
-    # A bonus token is drawn from the logits as they are, so that it is the token that plain decoding would draw.
-    return jnp.where(rows.plain, scaled, jnp.log(jnp.maximum(jnp.exp(scaled - rows.normaliser) - q, 0.0)))

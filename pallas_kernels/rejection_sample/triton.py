@@ -13,8 +13,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import two_level_draw
-from pallas_kernels.rejection_sample.reference import ResidualRows, RowStats, residual_values
-from pallas_kernels.two_level_draw import Entry
+from pallas_kernels.rejection_sample.rows import ResidualRows, RowStats, residual_values
+from pallas_kernels.two_level_draw import Entry, shift_of
 
 TILES_EACH = 8
 """Tiles per program of `row_stats`."""
@@ -55,7 +55,7 @@ def row_stats(
             where_top = jnp.min(jnp.where(here & (raw == tile_top), columns, NO_ID), axis=0)
             best = jnp.where(tile_top > top, where_top, best)
             new = jnp.maximum(largest, jnp.max(values, axis=0))
-            shift = jnp.where(new > -jnp.inf, new, 0.0)
+            shift = shift_of(new)
             total = total * jnp.exp(largest - shift) + jnp.sum(jnp.exp(values - shift), axis=0)
             return new, total, own, jnp.maximum(top, tile_top), best
 
@@ -73,7 +73,7 @@ def row_stats(
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=3),
         name="row_stats",
     )(target_logits, ids, floor, temperature, jnp.reshape(first_tile, 1))
-    log_sum = two_level_draw.log_sum_exp(jnp.log(total) + jnp.where(largest > -jnp.inf, largest, 0.0))
+    log_sum = two_level_draw.log_sum_exp(jnp.log(total) + shift_of(largest))
     best = first_tile * width + jnp.take_along_axis(best, jnp.argmax(top, axis=1)[:, None], axis=1)[:, 0]
     return RowStats(jnp.where(temperature == 0, jnp.max(top, axis=1), log_sum), jnp.max(own, axis=1), best)
 
@@ -96,10 +96,10 @@ def residual_draw(
 
     def kernel(target, *refs):
         draft, refs = (refs[0], refs[1:]) if draft_logits is not None else (None, refs)
-        *given, plain, first, largest_out, total_out = refs
+        *given, first, largest_out, total_out = refs
         row, tile = pl.program_id(0), pl.program_id(1)
         fields = ResidualRows(*(ref[row] for ref in given))
-        fields = fields._replace(plain=plain[row] != 0)
+        fields = fields._replace(plain=fields.plain != 0)
         offsets = jnp.arange(step)
         columns = tile * width + offsets
         here = (columns < vocab_size) & (offsets < width)
@@ -108,12 +108,11 @@ def residual_draw(
         values = jnp.where(here, residual_values(logits, found, fields, first[0] * width + columns), -jnp.inf)
         largest = jnp.max(values, axis=0)
         largest_out[row, tile] = largest
-        total_out[row, tile] = jnp.sum(jnp.exp(values - jnp.where(largest > -jnp.inf, largest, 0.0)), axis=0)
+        total_out[row, tile] = jnp.sum(jnp.exp(values - shift_of(largest)), axis=0)
 
     shape = (num_rows, num_tiles)
-    given = rows._replace(plain=rows.draft_id)
-    plain = rows.plain.astype(jnp.int32)
-    inputs = [target_logits, *([] if draft_logits is None else [draft_logits]), *given, plain, jnp.reshape(first_tile, 1)]
+    given = rows._replace(plain=rows.plain.astype(jnp.int32))
+    inputs = [target_logits, *([] if draft_logits is None else [draft_logits]), *given, jnp.reshape(first_tile, 1)]
     largest, total = pl.pallas_call(
         kernel,
         grid=shape,
@@ -122,7 +121,7 @@ def residual_draw(
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
         name="residual_sums",
     )(*inputs)
-    tile_sum = jnp.log(total) + jnp.where(largest > -jnp.inf, largest, 0.0)
+    tile_sum = jnp.log(total) + shift_of(largest)
     chosen = two_level_draw.choose_tile(tile_sum, largest, rows.temperature, tile_key, first_tile)
 
     columns = (chosen.tile - first_tile)[:, None] * width + jnp.arange(width, dtype=jnp.int32)[None]
