@@ -46,7 +46,7 @@ def main_memory_bytes(program: str, apart: Callable[[Sequence[int]], bool] = lam
     """Bytes read from and written to main memory by one run of a compiled program.
 
     A gather reads no more than it gives; a scatter or an update in place moves its updates alone, unless the compiler copies the
-    whole array, which is an instruction of its own. What a fusion's operands are used for is not looked into otherwise.
+    whole array, which is an instruction of its own. A kernel moves what its cost estimate says. What a fusion's operands are used for is not looked into otherwise.
 
     Args:
       program: `compiled.as_text()`.
@@ -71,6 +71,9 @@ def main_memory_bytes(program: str, apart: Callable[[Sequence[int]], bool] = lam
 
 def _moved(instruction: _Instruction, operands: list[_Buffer], computations: dict[str, list[_Instruction]]) -> int:
     results = instruction.results
+    if stated := re.search(r'"cost_estimate":\{[^}]*"bytes_accessed":"(\d+)"', instruction.rest):
+        # A kernel may read rows of an operand, or the whole several times: it says itself how much.
+        return int(stated[1])
     if instruction.operation == "copy-start":
         return _in_main_memory(results[:2])
     if instruction.operation == "slice-start":

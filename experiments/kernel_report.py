@@ -1,11 +1,11 @@
 """What the compilers for TPUs and for an H200 make of the kernels, without any such device.
 
-    python -m experiments.kernel_report --tpu v5e v5p v6e     # extra `aot`; about 6 minutes
+    python -m experiments.kernel_report --tpu v5e v5p v6e     # extra `aot`; about 7 minutes
     python -m experiments.kernel_report --cuda                # jax-cuda12-plugin, jax-cuda12-pjrt and nvidia-cuda-nvcc-cu12; a minute
 
 Every spec of `pallas_kernels.arg_specs` is compiled in full for one chip. For TPUs the report says how much fast memory (VMEM) the block
-kernel asks for, and how many bytes the compiled program moves through main memory by its text (`hlo_traffic`), kernels included. For
-the H200, registers and spills of every kernel, from `ptxas`. Results are added to `results/kernels_ahead.json`.
+kernel asks for and every kernel takes, and how many bytes the compiled program moves through main memory by its text (`hlo_traffic`),
+kernels included. For the H200, registers and spills of every kernel, from `ptxas`. Results are added to `results/kernels_ahead.json`.
 """
 
 import dataclasses
@@ -124,18 +124,30 @@ def moved_bytes(program: str) -> int | None:
         return None
 
 
+def vmem_used(program: str) -> dict[str, int]:
+    """Bytes of fast memory that each of our kernels takes, as the compiler counts it."""
+    used: dict[str, int] = {}
+    for line in program.splitlines():
+        kernel = re.search(r"%(markov_\w+|row_stats|residual_draw)[.\d]* = .*tpu_custom_call", line)
+        taken = re.search(r'"used_scoped_memory_configs":\[\{[^]]*?"size":"(\d+)"', line)
+        if kernel and taken:
+            used[kernel[1]] = max(int(taken[1]), used.get(kernel[1], 0))
+    return used
+
+
 def tpu_rows(name: str, console: Console) -> list[dict[str, Any]]:
     """A row per op and spec for one TPU."""
     device, rows = topology_device(TOPOLOGIES[name]), []
     for spec in track(SPECS, f"compiling for {TOPOLOGIES[name]}", console=console):
         base = jax.ShapeDtypeStruct((spec.block_size, spec.num_rows, spec.vocab_size), jnp.float32)
-        w2 = jax.ShapeDtypeStruct((spec.vocab_size, spec.rank), jnp.dtype(spec.dtype))
+        w2 = jax.ShapeDtypeStruct((spec.vocab_size, spec.rank), spec.w2_dtype)
         asked = mosaic_tpu.bytes_on_chip(base, w2, TILE_SIZE, keep_w2=True, return_logits=True)
         keeps = asked <= VMEM_BYTES[name]
         for op, floor, function, arguments in programs(spec, AheadOfTime("mosaic_tpu"), keeps):
             began = time.monotonic()
             compiled = function.lower(*on_device(arguments, device)).compile()
             row = {"op": op, "spec": spec.name, "floor_bytes": floor, "moved_bytes": moved_bytes(compiled.as_text())}
+            row["vmem_used"] = vmem_used(compiled.as_text())
             if op != "rejection_sample":
                 row |= {"keeps_w2": keeps, "vmem_asked": mosaic_tpu.bytes_on_chip(base, w2, TILE_SIZE, keep_w2=keeps, return_logits=True)}
             row |= {"temporary_bytes": compiled.memory_analysis().temp_size_in_bytes, "compile_seconds": round(time.monotonic() - began, 1)}

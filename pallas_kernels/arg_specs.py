@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.markov_sample import with_int8_w2
 from pallas_kernels.noise import round_key
 from pallas_kernels.two_level_draw import TILE_SIZE
 
@@ -23,6 +24,7 @@ class Spec:
       rank: M.
       dtype: of W1, W2 and the target's logits. U and corrected draft logits are float32.
       filtered: whether rows of target logits have a floor.
+      int8: whether W2 is in int8 (`markov_sample.with_int8_w2`).
     """
 
     vocab_size: int
@@ -31,10 +33,16 @@ class Spec:
     rank: int
     dtype: str
     filtered: bool = False
+    int8: bool = False
 
     @property
     def name(self) -> str:
-        return f"V{self.vocab_size}-R{self.num_rows}-G{self.block_size}-M{self.rank}-{self.dtype}{'-filtered' * self.filtered}"
+        options = "-int8" * self.int8 + "-filtered" * self.filtered
+        return f"V{self.vocab_size}-R{self.num_rows}-G{self.block_size}-M{self.rank}-{self.dtype}{options}"
+
+    @property
+    def w2_dtype(self) -> jnp.dtype:
+        return jnp.dtype("int8" if self.int8 else self.dtype)
 
     def scaled_down(self) -> "Spec":
         """The same call on a vocabulary of two tiles and a remainder (odd, so that no block of lanes ends with it), a few requests of it
@@ -51,6 +59,7 @@ class Spec:
 SPECS: tuple[Spec, ...] = (
     # Qwen3.
     Spec(151_936, 1, 7, 256, "bfloat16"),
+    Spec(151_936, 8, 7, 256, "bfloat16", int8=True),
     Spec(151_936, 16, 7, 256, "bfloat16", filtered=True),
     Spec(151_936, 16, 7, 256, "float32"),
     Spec(151_936, 128, 7, 256, "bfloat16"),
@@ -69,7 +78,7 @@ SPECS: tuple[Spec, ...] = (
 )
 """The first of each vocabulary is one request, where reading W2 is nearly all the traffic."""
 
-SMALL = (SPECS[1], SPECS[7], SPECS[10])
+SMALL = (SPECS[2], SPECS[8], SPECS[11], SPECS[1])
 """Those that every run of the tests goes through."""
 
 
@@ -102,11 +111,15 @@ def markov_arguments(spec: Spec, seed: int = 0) -> MarkovArguments:
     rng = jax.random.key(seed)
     rows, dtype = spec.num_rows, jnp.dtype(spec.dtype)
     normal = lambda index, *shape: jax.random.normal(jax.random.fold_in(rng, index), shape, jnp.float32)  # noqa: E731
+    w1 = normal(2, spec.vocab_size, spec.rank).astype(dtype)
+    w2 = (normal(3, spec.vocab_size, spec.rank) / spec.rank**0.5).astype(dtype)
+    if spec.int8:
+        w1, w2 = with_int8_w2(w1, w2)
     return MarkovArguments(
         anchor=jax.random.randint(jax.random.fold_in(rng, 0), (rows,), 0, spec.vocab_size, jnp.int32),
         base_logits=2 * normal(1, spec.block_size, rows, spec.vocab_size),
-        w1=normal(2, spec.vocab_size, spec.rank).astype(dtype),
-        w2=(normal(3, spec.vocab_size, spec.rank) / spec.rank**0.5).astype(dtype),
+        w1=w1,
+        w2=w2,
         key=_keys(rows, seed),
         temperature=_temperatures(rows),
     )

@@ -18,14 +18,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import plain
 from pallas_kernels.arg_specs import SPECS, MarkovArguments, RejectionArguments, Spec, markov_arguments
-from pallas_kernels.dispatch import Backend
+from pallas_kernels.dispatch import Backend, BackendName
 from pallas_kernels.markov_sample import markov_block
 from pallas_kernels.noise import Stream
 from pallas_kernels.parity import drafted
@@ -59,7 +59,7 @@ class Floor:
 def markov_floor(spec: Spec, *, keeps_w2: bool = False, returns_logits: bool = False) -> Floor:
     """U once, and W2 once per drafted token, or once where it stays on chip; the corrected logits, where they are wanted, once more."""
     logits = spec.block_size * spec.num_rows * spec.vocab_size * 4 * (1 + returns_logits)
-    w2 = spec.vocab_size * spec.rank * jnp.dtype(spec.dtype).itemsize
+    w2 = spec.vocab_size * spec.rank * spec.w2_dtype.itemsize
     return Floor(logits + w2 * (1 if keeps_w2 else spec.block_size), 2 * spec.block_size * spec.num_rows * spec.vocab_size * spec.rank)
 
 
@@ -84,7 +84,7 @@ def roofline() -> str:
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     for spec in SPECS:
         # Rows of fast memory are 128 numbers wide; some MiB are for what is streamed.
-        size = spec.vocab_size * max(spec.rank, 128) * jnp.dtype(spec.dtype).itemsize + (12 << 20)
+        size = spec.vocab_size * max(spec.rank, 128) * spec.w2_dtype.itemsize + (12 << 20)
         streamed, kept = markov_floor(spec), markov_floor(spec, keeps_w2=True)
         ops = {"markov_block": (streamed, kept), "rejection_sample": (rejection_floor(spec),) * 2}
         for op, (anew, once) in ops.items():
@@ -192,10 +192,10 @@ def memory_of(spec: Spec) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run, print and write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--backend", default="auto", help="see pallas_kernels.dispatch (default: auto)")
+    parser.add_argument("--backend", default="auto", choices=get_args(BackendName), help="who computes (default: the device's kernels)")
     parser.add_argument("--gib", type=float, default=6.0, help="skip specs that need more memory (default: 6)")
     parser.add_argument("--seconds", type=float, default=1.0, help="per measurement, at least (default: 1)")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="where the results go, as JSON")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="where the results go, as JSON (default: the committed file)")
     parser.add_argument("--roofline", action="store_true", help="print the table of floors and measure nothing")
     options = parser.parse_args(arguments)
     if options.roofline:

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ import numpy as np
 
 from pallas_kernels import noise
 from pallas_kernels.arg_specs import SPECS, MarkovArguments, RejectionArguments, Spec, markov_arguments, rejection_arguments
-from pallas_kernels.dispatch import Backend
+from pallas_kernels.dispatch import Backend, BackendName
 from pallas_kernels.markov_sample import Draft, markov_block
 from pallas_kernels.noise import Stream
 from pallas_kernels.rejection_sample import DraftRows, Outcome, accept_prob, rejection_sample
@@ -165,7 +165,7 @@ def check(spec: Spec, backend: Backend) -> tuple[Parity, Parity]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Check every spec, at full size unless told otherwise."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--backend", required=True, help="see pallas_kernels.dispatch")
+    parser.add_argument("--backend", required=True, choices=get_args(BackendName), help="who is held against plain JAX")
     parser.add_argument("--small", action="store_true", help="scaled-down vocabularies and few requests")
     parser.add_argument("--most-rows", type=int, default=128, help="leave out specs of more requests (default: 128)")
     options = parser.parse_args(arguments)

@@ -43,6 +43,13 @@ def scratch(num_rows: int, width: int) -> list[Any]:
     return [column, pltpu.VMEM((num_rows, 1), jnp.int32), pltpu.VMEM((num_rows, width), jnp.float32), column, column]
 
 
+def cost(num_values: int, bytes_each: int, *, more_bytes: int = 0, flops: int = 0) -> pl.CostEstimate:
+    """What a walk over `num_values` costs, for which `bytes_each` are moved: the compiler cannot look into a kernel."""
+    return pl.CostEstimate(
+        flops=8 * num_values + flops, bytes_accessed=bytes_each * num_values + more_bytes, transcendentals=2 * num_values
+    )
+
+
 def start(race: Race) -> None:
     """Before the first tile."""
     race.score[:] = jnp.full(race.score.shape, -jnp.inf, jnp.float32)

@@ -194,7 +194,12 @@ def kept(logits: jax.Array, floor: jax.Array, temperature: jax.Array) -> jax.Arr
 
 
 def low_rank_bias(latent: jax.Array, w2: jax.Array) -> jax.Array:
-    """latent [N, M] times W2, given as [V, M]: float32 [N, V], of float32 weights to float32's precision on every device."""
+    """latent [N, M] times W2, given as [V, M]: float32 [N, V], of float32 weights to float32's precision on every device.
+
+    W2 in int8 is multiplied as bfloat16, which holds it exactly.
+    """
+    if w2.dtype == jnp.int8:
+        w2 = w2.astype(jnp.float32).astype(jnp.bfloat16)
     precision = lax.Precision.HIGHEST if w2.dtype == jnp.float32 else None
     dimensions = (((1,), (1,)), ((), ()))
     return lax.dot_general(latent.astype(w2.dtype), w2, dimensions, precision=precision, preferred_element_type=jnp.float32)

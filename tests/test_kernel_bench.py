@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from scipy.stats import chi2
 
-from experiments.kernel_report import ReportOptions, kernels_in, moved_bytes
+from experiments.kernel_report import ReportOptions, kernels_in, moved_bytes, vmem_used
+from experiments.kernel_tables import TableOptions, comparison_table, filled, measured_table, register_table, tpu_table
 from pallas_kernels import bench, noise, parity, plain
 from pallas_kernels.arg_specs import SPECS, Spec
 from pallas_kernels.noise import Stream
@@ -77,3 +78,20 @@ def test_registers_and_spills_are_read_off_the_assembler(tmp_path):
     assembler.write_text("#!/bin/sh\nexit 0\n")
     with pytest.raises(ValueError, match="ptxas says nothing of registers or spills of markov_sums"):
         kernels_in(tmp_path, str(assembler))
+
+
+def test_the_page_of_the_kernels_shows_the_committed_figures():
+    """Its tables are those that the script makes of the committed files."""
+    options = TableOptions()
+    measured, compiled = (json.loads(path.read_text(encoding="utf-8")) for path in (options.measured, options.compiled))
+    page = options.page.read_text(encoding="utf-8")
+    tables = {"comparisons": comparison_table(measured), "measured": measured_table(measured), "tpu": tpu_table(compiled)}
+    assert filled(page, tables | {"registers": register_table(compiled), "roofline": bench.roofline()}) == page
+    assert f"plain JAX on a CPU is {measured['comparisons'][0]['times_faster']:.0f}" in (options.page.parents[2] / "README.md").read_text()
+    with pytest.raises(ValueError, match="page has 0 marks 'tpu'"):
+        filled("nothing", {"tpu": "x"})
+
+
+def test_fast_memory_is_read_off_the_program():
+    line = '  %row_stats.1 = (f32[8,1]) custom-call(), custom_call_target="tpu_custom_call", "used_scoped_memory_configs":[{"size":"77"}]'
+    assert vmem_used(f"{line}\n{line.replace('77', '88')}\nother") == {"row_stats": 88}

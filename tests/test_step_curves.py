@@ -255,6 +255,13 @@ def test_an_array_that_is_counted_elsewhere_counts_as_nothing():
     assert main_memory_bytes(PROGRAM) - main_memory_bytes(PROGRAM, lambda shape: shape == [8, 128]) == 8 * 128 * 4
 
 
+def test_a_kernel_moves_what_it_says_itself():
+    """It may read single rows of an operand: jax writes a kernel's own estimate into the program."""
+    estimate = '%kernel = f32[8,128]{1,0:T(8,128)} custom-call(%done), backend_config={"cost_estimate":{"flops":"1","bytes_accessed":"77"}}'
+    program = PROGRAM.replace("  ROOT", f"  {estimate}\n  ROOT")
+    assert program != PROGRAM and main_memory_bytes(program) == main_memory_bytes(PROGRAM) + 77
+
+
 def test_a_program_that_cannot_be_counted_is_refused():
     with pytest.raises(ValueError, match="program has a while loop"):
         main_memory_bytes(PROGRAM.replace("fusion(%done)", "while(%done)"))

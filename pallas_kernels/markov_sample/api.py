@@ -71,7 +71,8 @@ def markov_sample(
       prev_ids: int32 [R], rows of `w1`.
       base_logits: U, [R, V].
       w1: [V', M], a row per token that may stand before.
-      w2: [V, M], a row per token that can be drafted: the transpose of W2, as embeddings and checkpoints have it.
+      w2: [V, M], a row per token that can be drafted: the transpose of W2, as embeddings and checkpoints have it. In int8, too
+        (`with_int8_w2`).
       key: uint32 [R, 2], keys of the round (`noise.round_key`).
       position: of the token in its block, from 0; int32 [R] or one for all.
       temperature: float32 [R]; 0 takes the largest logit.

@@ -97,6 +97,12 @@ def sweep(
         out_shape=out_shape,
         interpret=interpret,
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
+        cost_estimate=tile_race.cost(
+            num_rows * vocab_size,
+            base_logits.dtype.itemsize + 4 * return_logits,
+            more_bytes=w2.size * w2.dtype.itemsize,
+            flops=2 * num_rows * w2.size,
+        ),
         name="markov_sweep",
     )(jnp.reshape(first_tile, 1), latent, base_logits, w2, *_words(tile_key), *_words(id_key), temperature[:, None])
     return Entry(*(each[:, 0] for each in (score, ids, value, log_sum))), logits[0] if return_logits else None
@@ -203,6 +209,13 @@ def block(
             dimension_semantics=("arbitrary", "arbitrary"),
             vmem_limit_bytes=bytes_on_chip(base_logits, w2, tile_size, keep_w2=keep_w2, return_logits=return_logits),
         ),
+        cost_estimate=tile_race.cost(
+            base_logits.size,
+            base_logits.dtype.itemsize + 4 * return_logits,
+            more_bytes=(1 if keep_w2 else block_size) * w2.size * w2.dtype.itemsize
+            + (block_size - 1) * num_rows * ROWS_PER_COPY * rank * table.dtype.itemsize,
+            flops=2 * block_size * num_rows * w2.size,
+        ),
         name="markov_block",
     )(first_latent, base_logits, w2, table, *_words(tile_key), *_words(id_key), temperature[:, None])
     return Entry(*(each[..., 0] for each in (score, drawn, value, log_sum))), logits[0] if return_logits else None
@@ -245,7 +258,7 @@ def bytes_on_chip(base_logits: Any, w2: Any, tile_size: int, *, keep_w2: bool, r
     streamed = 2 * (num_rows * width * base_logits.dtype.itemsize + w2_tile) + 2 * return_logits * num_rows * width * 4
     columns = (5 + 2 * 8 + 3) * max(num_rows, 8) * 128 * 4
     own = num_rows * width * 4 + num_rows * rank * 4 * (1 + ROWS_PER_COPY)
-    under_way = 4 * num_rows * width * 4
+    under_way = 4 * num_rows * width * 4 + (w2.dtype == jnp.int8) * width * rank * 6
     kept = pl.cdiv(vocab_size, width) * w2_tile if keep_w2 else 0
     return kept + streamed + columns + own + under_way + (2 << 20)
 

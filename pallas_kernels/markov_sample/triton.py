@@ -144,7 +144,7 @@ def _sums(
         def product(index: jax.Array, total: jax.Array) -> jax.Array:
             ranks = index * ranks_each + jnp.arange(ranks_each)
             in_ranks = ranks < rank
-            weights = plgpu.load(w2.at[columns[:, None], ranks[None, :]], mask=in_columns[:, None] & in_ranks[None, :], other=0.0)
+            weights = plgpu.load(w2.at[columns[:, None], ranks[None, :]], mask=in_columns[:, None] & in_ranks[None, :], other=0)
             inputs = plgpu.load(latent.at[rows[:, None], ranks[None, :]], mask=in_rows[:, None] & in_ranks[None, :], other=0.0)
             return total + two_level_draw.low_rank_bias(inputs, weights)
 
@@ -203,8 +203,9 @@ def _pick(
         found = plgpu.load(source.at[place[0], row, columns], mask=here, other=0.0).astype(jnp.float32)
         if logits is None:
             in_ranks = ranks < rank
-            weights = plgpu.load(w2.at[columns[:, None], ranks[None, :]], mask=here[:, None] & in_ranks[None, :], other=0.0)
-            one = plgpu.load(latent.at[row, ranks], mask=in_ranks, other=0.0).astype(w2.dtype)
+            weights = plgpu.load(w2.at[columns[:, None], ranks[None, :]], mask=here[:, None] & in_ranks[None, :], other=0)
+            one = plgpu.load(latent.at[row, ranks], mask=in_ranks, other=0.0)
+            one = one.astype(jnp.bfloat16 if w2.dtype == jnp.int8 else w2.dtype)
             found = found + jnp.sum(weights.astype(jnp.float32) * one.astype(jnp.float32)[None, :], axis=1)
         divisor = temperature[row]
         greedy = divisor == 0

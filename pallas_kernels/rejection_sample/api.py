@@ -97,7 +97,7 @@ def rejection_sample(
       first: int32 [R]; anything for requests of length 0 that nobody reads.
       ids: int32 [R, G], drafted tokens as ids of the target.
       log_q: float32 [R, G], log-probability with which each was drawn, as the sampler made it.
-      lengths: int32 [R], 0..G.
+      lengths: int32 [R], 0..G (what lies outside counts as the nearer end).
       key: uint32 [R, 2], keys of the round (`noise.round_key`).
       temperature: float32 [R]; 0 takes the largest logit.
       draft: what the residual subtracts; None where drafts are certain (one-hot q, `log_q` 0).
@@ -126,7 +126,7 @@ def rejection_sample(
     target_logits = lax.optimization_barrier(target_logits)
     num_flat, block_size = target_logits.shape[0], ids.shape[1]
     requests, step = jnp.arange(ids.shape[0], dtype=jnp.int32), jnp.arange(block_size, dtype=jnp.int32)
-    first = jnp.clip(first, 0, num_flat - 1)
+    first, lengths = jnp.clip(first, 0, num_flat - 1), jnp.clip(lengths, 0, block_size)
     judged_by = jnp.minimum(first[:, None] + step, num_flat - 1)
     scheduled = step < lengths[:, None]
     greedy = temperature == 0
