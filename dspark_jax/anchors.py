@@ -14,14 +14,15 @@ from dspark_jax.typing import Array, Bool, Float, Int, Params, typed
 
 
 @typed
-def valid_anchors(loss_mask: Bool[Array, "B S"]) -> Bool[Array, "B S-1"]:
-    """The positions 0..S-2 at which a block may begin: they and their successors carry loss."""
-    return loss_mask[:, :-1] & loss_mask[:, 1:]
+def valid_anchors(loss_mask: Bool[Array, "B S"], segment: Int[Array, "B S"] | None = None) -> Bool[Array, "B S-1"]:
+    """The positions 0..S-2 at which a block may begin: they and their successors carry loss, in the same text."""
+    both = loss_mask[:, :-1] & loss_mask[:, 1:]
+    return both if segment is None else both & (segment[:, :-1] == segment[:, 1:])
 
 
 @typed
 def select_anchors(
-    loss_mask: Bool[Array, "B S"], uniforms: Float[Array, "B S-1"], num_anchors: int
+    loss_mask: Bool[Array, "B S"], uniforms: Float[Array, "B S-1"], num_anchors: int, segment: Int[Array, "B S"] | None = None
 ) -> tuple[Int[Array, "B {num_anchors}"], Bool[Array, "B {num_anchors}"]]:
     """The valid positions with the smallest uniforms: a uniform choice of `num_anchors` without replacement, per sequence.
 
@@ -29,6 +30,7 @@ def select_anchors(
       loss_mask: True on the tokens to learn from.
       uniforms: one number in [0, 1) per candidate position.
       num_anchors: A, at least 1; where a sequence has fewer valid positions, all of them are taken.
+      segment: as of `TrainBatch`; the anchors of a row are then drawn among all of its texts.
 
     Returns:
       anchors, ascending, 0 where not kept; and keep, which of the A places hold an anchor (always a prefix).
@@ -39,7 +41,7 @@ def select_anchors(
     if num_anchors < 1:
         raise ValueError(f"num_anchors is {num_anchors}; at least 1 anchor per sequence is needed")
     num_rows, length = loss_mask.shape
-    valid = valid_anchors(loss_mask)
+    valid = valid_anchors(loss_mask, segment)
     num_taken = min(num_anchors, length - 1)
     _, order = jax.lax.top_k(-jnp.where(valid, uniforms, 2.0), num_taken)
     order = jnp.pad(order.astype(jnp.int32), ((0, 0), (0, num_anchors - num_taken)))
@@ -51,11 +53,11 @@ def select_anchors(
 
 @typed
 def sample_anchors(
-    rng: PRNGKeyArray, loss_mask: Bool[Array, "B S"], num_anchors: int
+    rng: PRNGKeyArray, loss_mask: Bool[Array, "B S"], num_anchors: int, segment: Int[Array, "B S"] | None = None
 ) -> tuple[Int[Array, "B {num_anchors}"], Bool[Array, "B {num_anchors}"]]:
     """`select_anchors` with uniforms drawn from `rng`; the whole batch draws at once, so that devices never share a stream."""
     num_rows, length = loss_mask.shape
-    return select_anchors(loss_mask, jax.random.uniform(rng, (num_rows, length - 1), jnp.float32), num_anchors)
+    return select_anchors(loss_mask, jax.random.uniform(rng, (num_rows, length - 1), jnp.float32), num_anchors, segment)
 
 
 def read_batch(
@@ -66,12 +68,13 @@ def read_batch(
     loss_mask: Bool[Array, "B S"],
     anchors: Int[Array, "B A"],
     keep: Bool[Array, "B A"],
+    segment: Int[Array, "B S"] | None = None,
 ) -> TrainBatch:
     """A training batch from texts: the frozen target reads them once, and no gradient flows into what it says."""
     num_rows, length = ids.shape
     start = jnp.zeros(num_rows, jnp.int32)
     # Padding stands behind the text, where a causal target and the blocks never look, so it is read like the rest.
-    tokens = FlatTokens.grid(ids, start, start + length)
+    tokens = FlatTokens.grid(ids, start, start + length) if segment is None else FlatTokens.packed(ids, segment)
     with jax.named_scope("target"):
         last_hidden, features, _ = target.forward(jax.lax.stop_gradient(target_params), None, tokens, taps)
     return TrainBatch(
@@ -81,6 +84,7 @@ def read_batch(
         last_hidden=jax.lax.stop_gradient(last_hidden.reshape(num_rows, length, -1)),
         anchors=anchors,
         keep=keep,
+        segment=segment,
     )
 
 

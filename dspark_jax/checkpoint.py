@@ -1,52 +1,70 @@
-"""Checkpoints of a training run: state, position in the data and configuration, written whole or not at all.
+"""Checkpoints of a training run: state, position in the data, calibration and configuration, written whole or not at all.
 
-Orbax writes every step into a temporary folder and renames it at the end, and every host writes its own shards. What is added
-here: a step that cannot be read, or whose arrays are not those that were written, is passed over with a message, and the one before
-it is used.
+Orbax writes every step into a temporary folder and renames it at the end, while the run goes on; every host writes its own shards.
+What is added here: a step that cannot be read, or whose arrays are not those that were written, is passed over with a message, and
+the one before it is used.
 """
 
 import dataclasses
 import logging
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 
-from dspark_jax.typing import PyTree
+from dspark_jax.typing import Array, PyTree
 
 log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """What one step of a run left behind; `position` and `config` are JSON values."""
+    """What one step of a run left behind; `position`, `config` and `calibration` (None where the run has none) are JSON values."""
 
     step: int
     state: PyTree
     position: Mapping[str, Any]
     config: Mapping[str, Any]
+    calibration: Mapping[str, Any] | None = None
 
 
-def _manager(folder: Path | str, keep: int | None) -> ocp.CheckpointManager:
-    options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=False, cleanup_tmp_directories=keep is not None)
+def _manager(folder: Path | str, keep: int | None, in_background: bool = False) -> ocp.CheckpointManager:
+    options = ocp.CheckpointManagerOptions(
+        max_to_keep=keep, enable_async_checkpointing=in_background, cleanup_tmp_directories=keep is not None
+    )
     return ocp.CheckpointManager(Path(folder).absolute(), options=options)
 
 
-def _checksum(state: PyTree) -> int | None:
-    """CRC of all bytes of the state, in the order of its leaves; None where other hosts hold parts of it."""
-    total = 0
-    for leaf in jax.tree.leaves(state):
-        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-            return None
-        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            leaf = jax.random.key_data(leaf)
-        total = zlib.crc32(np.ascontiguousarray(leaf).tobytes(), total)
-    return total
+def _weighted_sum(x: Array) -> Array:
+    """Sum over the words of an array of word x (2 i + 1) modulo 2^32, i being the word's place: any change of one word changes it."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    if x.dtype == jnp.bool_:
+        x = x.astype(jnp.uint8)
+    words = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * min(x.dtype.itemsize, 4)}")).astype(jnp.uint32)
+    place, stride = jnp.zeros(words.shape, jnp.uint32), 1
+    for axis in reversed(range(words.ndim)):
+        place = place + jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis) * jnp.uint32(stride % 2**32)
+        stride *= words.shape[axis]
+    return jnp.sum(words * (2 * place + 1), dtype=jnp.uint32)
+
+
+@jax.jit
+def _weighted_sums(leaves: list[Array]) -> Array:
+    return jnp.stack([_weighted_sum(leaf) for leaf in leaves])
+
+
+def checksums(state: PyTree) -> dict[str, int]:
+    """A number for every array of a state, by its path; the same however the array is split over devices and hosts."""
+    paths, leaves = zip(*jax.tree_util.tree_flatten_with_path(state)[0], strict=True)
+    sums = np.asarray(_weighted_sums(list(leaves)))
+    return {jax.tree_util.keystr(path): int(total) for path, total in zip(paths, sums, strict=True)}
 
 
 def _layout(state: PyTree) -> dict[str, str]:
@@ -54,26 +72,79 @@ def _layout(state: PyTree) -> dict[str, str]:
     return {jax.tree_util.keystr(path): f"{x.dtype}{list(x.shape)}" for path, x in jax.tree_util.tree_flatten_with_path(state)[0]}
 
 
-def save_checkpoint(
-    folder: Path | str, step: int, state: PyTree, position: Mapping[str, Any], config: Mapping[str, Any], keep: int = 3
-) -> None:
-    """Write one step and forget all but the last `keep`. Every host of a run calls it. A step that is there already is replaced.
+class CheckpointWriter:
+    """Writes the checkpoints of a run in the background, as a context. Every host of the run has one, on a folder that all share.
 
-    Args:
-      state: arrays and PRNG keys, sharded or not.
-      position: where the stream of data stands behind this step, as JSON values.
-      config: what the run was started with, as JSON values.
+    The state's arrays may be given away as soon as `save` returns. A write that fails raises its error at the next `save` or at the
+    end of the context, which waits for the last write.
+
+    Attributes:
+      keep: newest steps that stay, at least 1.
+    """
+
+    def __init__(self, folder: Path | str, keep: int = 3):
+        if keep < 1:
+            raise ValueError(f"keep is {keep}; at least the newest checkpoint must stay")
+        self.keep = keep
+        self._manager = _manager(folder, keep, in_background=True)
+
+    def __enter__(self) -> "CheckpointWriter":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._manager.close()
+
+    def save(
+        self,
+        step: int,
+        state: PyTree,
+        position: Mapping[str, Any],
+        config: Mapping[str, Any],
+        calibration: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Begin to write one step, once the one before it is written. Steps from this one on that are there already are replaced.
+
+        Args:
+          state: arrays and PRNG keys, sharded or not.
+          position: where the stream of data stands behind this step, as JSON values.
+          config: what the run was started with, as JSON values.
+          calibration: record of the drafter's survival model, as JSON values.
+        """
+        notes = {
+            "position": dict(position),
+            "config": dict(config),
+            "calibration": None if calibration is None else dict(calibration),
+            "layout": _layout(state),
+            "checksums": checksums(state),
+        }
+        self._manager.wait_until_finished()
+        # Later steps are those of a run that could not go on from them.
+        for old in [old for old in self._manager.all_steps() if old >= step]:
+            self._manager.delete(old)
+        args = ocp.args.Composite(state=ocp.args.StandardSave(state), notes=ocp.args.JsonSave(notes))
+        self._manager.save(step, args=args, force=True)
+
+    def wait(self) -> None:
+        """Until the last step is written."""
+        self._manager.wait_until_finished()
+
+
+def save_checkpoint(
+    folder: Path | str,
+    step: int,
+    state: PyTree,
+    position: Mapping[str, Any],
+    config: Mapping[str, Any],
+    keep: int = 3,
+    calibration: Mapping[str, Any] | None = None,
+) -> None:
+    """Write one step and wait until it is there: `CheckpointWriter.save` for a single checkpoint.
 
     Raises:
       ValueError: `keep` is less than 1.
     """
-    if keep < 1:
-        raise ValueError(f"keep is {keep}; at least the newest checkpoint must stay")
-    notes = {"position": dict(position), "config": dict(config), "layout": _layout(state), "checksum": _checksum(state)}
-    with _manager(folder, keep) as manager:
-        if step in manager.all_steps():
-            manager.delete(step)
-        manager.save(step, args=ocp.args.Composite(state=ocp.args.StandardSave(state), notes=ocp.args.JsonSave(notes)))
+    with CheckpointWriter(folder, keep) as writer:
+        writer.save(step, state, position, config, calibration)
 
 
 def saved_steps(folder: Path | str) -> list[int]:
@@ -85,7 +156,7 @@ def saved_steps(folder: Path | str) -> list[int]:
 
 
 def restore_checkpoint(folder: Path | str, like: PyTree) -> Checkpoint | None:
-    """The newest checkpoint that is whole, or None where there is none at all.
+    """The newest checkpoint that is whole, on every host of a run, or None where there is none at all.
 
     Args:
       like: a state of the same structure, concrete or abstract; its shapes, dtypes and shardings are those of the result.
@@ -97,12 +168,15 @@ def restore_checkpoint(folder: Path | str, like: PyTree) -> Checkpoint | None:
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
     reasons = []
     for step in reversed(steps):
+        found, reason = None, "another host of the run cannot read it"
         try:
-            return _restore_step(folder, step, abstract)
+            found = _restore_step(folder, step, abstract)
         except (ValueError, TypeError, KeyError, OSError, RuntimeError) as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            log.warning("checkpoint of step %d in %s cannot be used, trying the one before it: %s", step, folder, reason)
-            reasons.append(f"step {step}: {reason}")
+        if multihost_utils.process_allgather(np.asarray(found is not None)).all() and found is not None:
+            return found
+        log.warning("checkpoint of step %d in %s cannot be used, trying the one before it: %s", step, folder, reason)
+        reasons.append(f"step {step}: {reason}")
     if reasons:
         raise ValueError(f"folder {str(folder)!r} has no checkpoint that can be read into this state; " + "; ".join(reasons))
     return None
@@ -117,9 +191,11 @@ def _restore_step(folder: Path | str, step: int, abstract: PyTree) -> Checkpoint
             if have.get(path) != want.get(path):
                 raise ValueError(f"array {path} is {have.get(path, 'absent')}, and {want.get(path, 'absent')} is wanted")
         state = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract))).state
-    if notes["checksum"] is not None and _checksum(state) not in (notes["checksum"], None):
-        raise ValueError("checksum differs: the arrays are not those that were written")
-    return Checkpoint(step=step, state=state, position=notes["position"], config=notes["config"])
+    found = checksums(state)
+    changed = [path for path, total in found.items() if notes["checksums"].get(path) != total]
+    if changed:
+        raise ValueError(f"checksum differs: array {changed[0]} is not the one that was written")
+    return Checkpoint(step, state, notes["position"], notes["config"], notes["calibration"])
 
 
-__all__ = ["Checkpoint", "restore_checkpoint", "save_checkpoint", "saved_steps"]
+__all__ = ["Checkpoint", "CheckpointWriter", "checksums", "restore_checkpoint", "save_checkpoint", "saved_steps"]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax.anchors import read_batch, sample_anchors
-from dspark_jax.data import TokenBatch
+from dspark_jax.batches import TokenBatch
 from dspark_jax.drafters.draft_scores import score_logits, score_of
 from dspark_jax.losses import DraftLossConfig, LossTerms, draft_loss
 from dspark_jax.protocols import Drafter, Sites, Target, TargetHead, TrainBatch

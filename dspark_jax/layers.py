@@ -5,6 +5,7 @@ Weights keep the orientation of the checkpoints they come from: (out, in). All s
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 import flax.linen as nn
@@ -15,6 +16,9 @@ from dspark_jax.typing import Array, Bool, Float, Int, typed
 
 MASKED = -1e30
 """Score of a forbidden key: finite, so that a row without any key gives 0 instead of NaN."""
+
+QUERIES_AT_ONCE = 512
+"""Queries of a request whose attention scores exist at the same time."""
 
 FEW_ROWS = 64
 """Up to this many rows a matrix product reads far more weight than it computes; it is then written as weight x activations."""
@@ -324,6 +328,21 @@ class ResidualLayer(nn.Module):
         return self.scaled(x + self.mlp_update(x))
 
 
+def in_blocks(function: Callable[..., Array], size: int, *arrays: Array) -> Array:
+    """`function(*arrays)`, which treats the places of axis 1 alike: `size` of them are computed at a time, one block after another."""
+    rows, length = arrays[0].shape[:2]
+    if length <= size:
+        return function(*arrays)
+    whole = length - length % size
+
+    def split(x: Array) -> Array:
+        return x[:, :whole].reshape(rows, whole // size, size, *x.shape[2:]).swapaxes(0, 1)
+
+    blocks = jax.lax.map(lambda parts: function(*parts), tuple(map(split, arrays)))
+    done = blocks.swapaxes(0, 1).reshape(rows, whole, *blocks.shape[3:])
+    return done if whole == length else jnp.concatenate([done, function(*(x[:, whole:] for x in arrays))], axis=1)
+
+
 @typed
 def attend(
     queries: Float[Array, "R Q H E"],
@@ -332,7 +351,14 @@ def attend(
     mask: Bool[Array, "R Q T"],
     scale: float,
 ) -> Float[Array, "R Q H E"]:
-    """Grouped-query attention; heads of one group share a key head. Rows that may see nothing give 0."""
+    """Grouped-query attention; heads of one group share a key head. Rows that may see nothing give 0.
+
+    Of many queries the scores exist for a block at a time: of a text of 4,096 tokens and 32 heads all of them would be 2 GiB.
+    """
+    return in_blocks(lambda queries, mask: _attend(queries, keys, values, mask, scale), QUERIES_AT_ONCE, queries, mask)
+
+
+def _attend(queries: Array, keys: Array, values: Array, mask: Array, scale: float) -> Array:
     num_rows, num_queries, num_heads, head_dim = queries.shape
     kv_heads = keys.shape[1]
     grouped = queries.reshape(num_rows, num_queries, kv_heads, num_heads // kv_heads, head_dim)

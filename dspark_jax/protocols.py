@@ -7,6 +7,7 @@ dataclass, so that it can be a static argument of `jax.jit`; every state is a `f
 import dataclasses
 from typing import Any, Protocol, runtime_checkable
 
+import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import PRNGKeyArray
@@ -26,6 +27,8 @@ class FlatTokens:
       position: absolute position in the sequence; the key and value are cached there.
       valid: False for padding; such tokens leave no trace in the cache, and their outputs mean nothing.
       queries_per_row: the largest number of queries one request may have (static).
+      segment: number of the text that each token belongs to, where several stand in a row and see nothing of each other (training,
+        without a cache); None where a row is one text.
       is_grid: the tokens are row-major [R, queries_per_row], so that flattening is a reshape (static).
     """
 
@@ -36,6 +39,7 @@ class FlatTokens:
     valid: Bool[Array, "N"]
     queries_per_row: int = struct.field(pytree_node=False)
     is_grid: bool = struct.field(pytree_node=False, default=False)
+    segment: Int[Array, "N"] | None = None
 
     @classmethod
     def grid(cls, ids: Int[Array, "R Q"], start: Int[Array, "R"], count: Int[Array, "R"]) -> "FlatTokens":
@@ -52,6 +56,30 @@ class FlatTokens:
             queries_per_row=queries,
             is_grid=True,
         )
+
+    @classmethod
+    def packed(cls, ids: Int[Array, "R Q"], segment: Int[Array, "R Q"]) -> "FlatTokens":
+        """Rows of several texts each, which are numbered by `segment` and have positions from 0 on."""
+        rows = jnp.zeros(ids.shape[0], jnp.int32)
+        grid = cls.grid(ids, rows, rows + ids.shape[1])
+        return dataclasses.replace(grid, position=positions_in_texts(segment).reshape(-1), segment=segment.reshape(-1))
+
+    def seen_in_grid(self) -> Bool[Array, "R Q Q"]:
+        """Which tokens of its row each token of a grid may look at where there is no cache: itself and those before it in its text."""
+        place = jnp.arange(self.queries_per_row, dtype=jnp.int32)
+        before = (place <= place[:, None])[None]
+        if self.segment is None:
+            return jnp.broadcast_to(before, (self.ids.shape[0] // self.queries_per_row, *before.shape[1:]))
+        segment = self.segment.reshape(-1, self.queries_per_row)
+        return before & (segment[:, :, None] == segment[:, None])
+
+
+@typed
+def positions_in_texts(segment: Int[Array, "B S"]) -> Int[Array, "B S"]:
+    """Position of every token in its own text, from 0, where rows hold several texts: runs of equal numbers in `segment`."""
+    place = jnp.broadcast_to(jnp.arange(segment.shape[1], dtype=jnp.int32), segment.shape)
+    begins = jnp.pad(segment[:, 1:] != segment[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    return place - jax.lax.cummax(jnp.where(begins, place, 0), axis=1)
 
 
 @struct.dataclass
@@ -154,6 +182,7 @@ class TrainBatch:
       anchors: anchor positions, ascending; 0 where not kept.
       keep: which anchors are real.
       length: tokens of every text, padding not counted; None where a text is taken to end with its last answer token.
+      segment: number of the text that each position belongs to, where rows hold several (packing); None where a row is one text.
     """
 
     ids: Int[Array, "B S"]
@@ -163,6 +192,13 @@ class TrainBatch:
     anchors: Int[Array, "B A"]
     keep: Bool[Array, "B A"]
     length: Int[Array, "B"] | None = None
+    segment: Int[Array, "B S"] | None = None
+
+    def positions(self) -> Int[Array, "B S"]:
+        """Position of every token in its text."""
+        if self.segment is not None:
+            return positions_in_texts(self.segment)
+        return jnp.broadcast_to(jnp.arange(self.ids.shape[1], dtype=jnp.int32), self.ids.shape)
 
 
 @struct.dataclass

@@ -6,6 +6,7 @@ anchors times vocabulary. What makes it possible is that all denominators are kn
 parameters. Chunks without a supervised site are skipped.
 """
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from dspark_jax.protocols import Drafter, Sites, TargetHead, TrainBatch
+from dspark_jax.sharding import constrain
 from dspark_jax.typing import Array, Bool, Float, Int, Params, typed
 
 
@@ -125,10 +127,10 @@ def _chunk_objective(
 
     with jax.named_scope("draft_logits"):
         params = split.merge(reached, fixed.others)
-        logits = drafter.site_logits(params, fixed.head, flat(hidden), flat(latent)).astype(jnp.float32)
+        logits = constrain(drafter.site_logits(params, fixed.head, flat(hidden), flat(latent)).astype(jnp.float32), "batch", "vocab")
     with jax.named_scope("teacher_logits"):
         teacher = jnp.take_along_axis(fixed.last_hidden, site.teacher_place[..., None], axis=1)
-        teacher_logits = jax.lax.stop_gradient(fixed.teacher_head.logits(flat(teacher)))
+        teacher_logits = constrain(jax.lax.stop_gradient(fixed.teacher_head.logits(flat(teacher))), "batch", "vocab")
     ce, l1, soft_ce, agree = compare(logits, teacher_logits, flat(site.label), fixed.head.draft_ids)
     weight = flat(site.weight)
     objective = fixed.factors.ce * jnp.sum(weight * ce) + fixed.factors.l1 * jnp.sum(weight * l1)
@@ -199,6 +201,11 @@ def _pick(x: Array, order: Int[Array, "B Q"]) -> Array:
     return jnp.take_along_axis(x, order.reshape(order.shape + (1,) * (x.ndim - 2)), axis=1)
 
 
+def _gathered(head: TargetHead) -> TargetHead:
+    """The head with whole rows on every device of a mesh, fetched once: inside the loop it would be fetched for every chunk."""
+    return dataclasses.replace(head, lm_head=constrain(head.lm_head, "vocab", None))
+
+
 def read_sites(
     drafter: Drafter,
     params: Params,
@@ -239,7 +246,7 @@ def read_sites(
     site = _Site(in_chunks(sites.teacher_index % length), in_chunks(sites.label), in_chunks(sites.weight))
     split = _split_of(drafter, params, head, sites.hidden[:1], sites.latent[:1])
     reached, others = split.split(params)
-    fixed = jax.lax.stop_gradient(_Fixed(others, head, teacher_head, batch.last_hidden, factors))
+    fixed = jax.lax.stop_gradient(_Fixed(others, _gathered(head), _gathered(teacher_head), batch.last_hidden, factors))
     result: Any = _readout(drafter, split, reached, in_chunks(sites.hidden), in_chunks(sites.latent), site, fixed)
     objective, readout = result
 

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 from flax import struct
 from jaxtyping import PRNGKeyArray
 
@@ -29,6 +30,9 @@ class OptimizerConfig:
     """AdamW with a clipped gradient, a linear warm-up and a cosine decay. Defaults are the paper's.
 
     Attributes:
+      algorithm: "adamw"; or "muon", an ablation: the momentum of the projections of the layers is orthogonalised, and scaled so that an
+        update is as large as AdamW's (Liu et al., "Muon is scalable for LLM training", 2025). Everything else has AdamW with
+        Nesterov's momentum.
       total_steps: N, optimizer steps of the whole run.
       learning_rate: at the end of the warm-up.
       init_learning_rate: what the warm-up starts from (before its first step, which already takes one increment).
@@ -49,6 +53,7 @@ class OptimizerConfig:
     epsilon: float = 1e-8
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
+    algorithm: Literal["adamw", "muon"] = "adamw"
     reference_overshoot: bool = False
 
     def __post_init__(self) -> None:
@@ -62,6 +67,8 @@ class OptimizerConfig:
             value = getattr(self, name)
             if not 0.0 <= value < math.inf:
                 raise ValueError(f"{name} is {value}; allowed: a finite number of at least 0")
+        if self.algorithm not in ("adamw", "muon"):
+            raise ValueError(f"algorithm is {self.algorithm!r}; allowed: adamw, muon")
         if not self.max_grad_norm > 0.0:
             raise ValueError(f"max_grad_norm is {self.max_grad_norm}; allowed: a positive number")
         if self.reference_overshoot and self.total_steps - self.warmup_steps < 2:
@@ -159,12 +166,38 @@ def clip_gradient(max_norm: float) -> optax.GradientTransformation:
     return optax.stateless(scaled)
 
 
+MUON_UPDATE_RMS = 0.2
+"""Root mean square of Muon's updates in units of the learning rate: AdamW's, by the paper that scaled it up."""
+
+
+def _orthogonalised(params: Params) -> Any:
+    """Which parameters Muon moves: projections (out, in). Tables, norms and heads are AdamW's."""
+
+    def dimensions(path: Any, leaf: Any) -> Any:
+        names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
+        is_projection = leaf.ndim == 2 and len(names) > 1 and (names[-2].endswith("_proj") or names[-2] == "fc")
+        return optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=0) if is_projection else None
+
+    return jax.tree_util.tree_map_with_path(dimensions, params)
+
+
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-    """Clipped AdamW; decay is decoupled from the moments and scaled by the learning rate."""
-    chain = optax.chain(
-        clip_gradient(config.max_grad_norm),
-        optax.adamw(learning_rate(config), config.beta1, config.beta2, config.epsilon, weight_decay=config.weight_decay),
-    )
+    """Clipped AdamW (or Muon); decay is decoupled from the moments and scaled by the learning rate."""
+    rate, decay = learning_rate(config), config.weight_decay
+    if config.algorithm == "muon":
+        algorithm = optax.contrib.muon(
+            rate,
+            weight_decay=decay,
+            eps=config.epsilon,
+            adam_b1=config.beta1,
+            adam_b2=config.beta2,
+            adam_weight_decay=decay,
+            muon_weight_dimension_numbers=cast(Any, _orthogonalised),
+            consistent_rms=MUON_UPDATE_RMS,
+        )
+    else:
+        algorithm = optax.adamw(rate, config.beta1, config.beta2, config.epsilon, weight_decay=decay)
+    chain = optax.chain(clip_gradient(config.max_grad_norm), algorithm)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         # optax raises a float to the power of its integer step count, which strict promotion would refuse.
@@ -230,11 +263,12 @@ class _Objective:
     def head(self) -> TargetHead:
         return _cast(self.teacher_head.restrict(self.draft_ids), self.dtype)
 
-    def denominators(self, params: Params, ids: Array, loss_mask: Array, anchors: Array, keep: Array) -> Any:
+    def denominators(self, params: Params, ids: Array, loss_mask: Array, anchors: Array, keep: Array, segment: Array | None) -> Any:
         """Sums of weights of the whole batch. They depend on masks and labels alone, so that XLA drops everything else of this pass."""
         width = self.head.embedding.shape[1]
         features = jnp.zeros((*ids.shape, width * len(self.drafter.taps)), self.dtype)
-        blank = TrainBatch(ids, loss_mask, features, jnp.zeros((*ids.shape, width), self.dtype), anchors, keep)
+        last_hidden = jnp.zeros((*ids.shape, width), self.dtype)
+        blank = TrainBatch(ids, loss_mask, features, last_hidden, anchors, keep, segment=segment)
         return draft_denominators(self.drafter.prediction_sites(_cast(params, self.dtype), self.head, blank), self.draft_ids)
 
     def __call__(self, moving: Params, frozen: Params, batch: TrainBatch, denominators: Any) -> tuple[Array, LossTerms]:
@@ -263,9 +297,9 @@ def _gradients(
 
 
 def _step(
-    objective: _Objective, state: TrainState, rows: tuple[Array, Array, Array, Array], parts: Any, read: Callable[[Any], TrainBatch]
+    objective: _Objective, state: TrainState, rows: tuple[Any, ...], parts: Any, read: Callable[[Any], TrainBatch]
 ) -> tuple[TrainState, dict[str, Array]]:
-    """One update. `rows` are ids, loss mask, anchors and keep of the whole batch; `parts` is what `read` turns into batches."""
+    """One update. `rows` are ids, loss mask, anchors, keep and segment of the whole batch; `parts` is what `read` turns into batches."""
     config = objective.config
     denominators = objective.denominators(state.params, *rows) if config.normalise == "global" else None
     loss, terms, gradients = _gradients(objective, state.params, parts, read, denominators)
@@ -292,6 +326,7 @@ def train_step(
     ids: Int[Array, "B S"],
     loss_mask: Bool[Array, "B S"],
     draft_ids: Int[Array, "Vd"] | None = None,
+    segment: Int[Array, "B S"] | None = None,
 ) -> tuple[TrainState, dict[str, Array]]:
     """One optimizer step, online: the target reads the texts inside it. `state` is given away: its arrays are reused.
 
@@ -300,6 +335,7 @@ def train_step(
       ids: tokens, zero-padded at the right.
       loss_mask: True on the tokens that the target wrote.
       draft_ids: ascending target ids of the draft vocabulary; None for all of them.
+      segment: number of the text that each position belongs to, where rows hold several texts [E2]; None where a row is one.
 
     Returns:
       the next state, and `losses.loss_metrics` with `loss` (of which the gradient was taken), `grad_norm` (before clipping) and
@@ -308,11 +344,11 @@ def train_step(
     Raises:
       ValueError: the batch size is not a multiple of `config.micro_batches`.
     """
-    anchors, keep = sample_anchors(jax.random.fold_in(state.rng, state.step), loss_mask, config.num_anchors)
-    rows = (ids, loss_mask, anchors, keep)
+    anchors, keep = sample_anchors(jax.random.fold_in(state.rng, state.step), loss_mask, config.num_anchors, segment)
+    rows = (ids, loss_mask, anchors, keep, segment)
     objective = _Objective(drafter, config, target.head(jax.lax.stop_gradient(target_params)), draft_ids)
 
-    def read(part: tuple[Array, Array, Array, Array]) -> TrainBatch:
+    def read(part: tuple[Any, ...]) -> TrainBatch:
         return read_batch(target, target_params, drafter.taps, *part)
 
     return _step(objective, state, rows, _in_parts(rows, config.micro_batches), read)
@@ -329,7 +365,7 @@ def train_step_on_features(
 ) -> tuple[TrainState, dict[str, Array]]:
     """`train_step` on a batch whose features and anchors are already there: from a cache of features, or from another program."""
     objective = _Objective(drafter, config, jax.lax.stop_gradient(teacher_head), draft_ids)
-    rows = (batch.ids, batch.loss_mask, batch.anchors, batch.keep)
+    rows = (batch.ids, batch.loss_mask, batch.anchors, batch.keep, batch.segment)
     return _step(objective, state, rows, _in_parts(batch, config.micro_batches), lambda part: part)
 
 

@@ -46,7 +46,8 @@ def main_memory_bytes(program: str, apart: Callable[[Sequence[int]], bool] = lam
     """Bytes read from and written to main memory by one run of a compiled program.
 
     A gather reads no more than it gives; a scatter or an update in place moves its updates alone, unless the compiler copies the
-    whole array, which is an instruction of its own. A kernel moves what its cost estimate says. What a fusion's operands are used for is not looked into otherwise.
+    whole array, which is an instruction of its own. A kernel moves what its cost estimate says. What a fusion's operands are used for
+    is not looked into otherwise.
 
     Args:
       program: `compiled.as_text()`.

@@ -11,7 +11,8 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from dspark_jax.data import DOMAINS, TokenBatch, TokenBatches, TokenSequences
+from dspark_jax.batches import TokenBatch, TokenBatches
+from dspark_jax.data import DOMAINS, TokenSequences
 from dspark_jax.evaluate import TextReading, read_texts
 from dspark_jax.weights import LoadedDrafter
 

@@ -3,10 +3,11 @@
 import dataclasses
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
+from dspark_jax.sharding import start_multi_host
 from experiments.add_confidence import AddConfidence, add_confidence
 from experiments.calibration_report import CalibrationSpeed, time_calibration
 from experiments.card_agreement import Agreement, compare_with_card
@@ -27,17 +28,43 @@ def train_command(
     batch_size: int | None = None,
     micro_batches: int | None = None,
     checkpoint_every: int | None = None,
+    keep: int | None = None,
+    measure_every: int | None = None,
+    mesh: tuple[int, int, int] | None = None,
+    compute_dtype: Literal["float32", "bfloat16"] | None = None,
     seed: int | None = None,
+    multi_host: bool = False,
+    coordinator: str | None = None,
+    num_hosts: int | None = None,
+    host: int | None = None,
 ) -> None:
-    """Train a drafter by a preset of `experiments/presets.py`; what is left out stays as the preset has it."""
+    """Train a drafter by a preset of `experiments/presets.py`; what is left out stays as the preset has it.
+
+    Args:
+      mesh: devices along data x fsdp x tensor.
+      measure_every: decode held-out prompts after every so many steps.
+      multi_host: this is one of several hosts that execute the same command, on a TPU pod or under SLURM, where they find each other.
+      coordinator: the same elsewhere: "address:port" of host 0, with `num_hosts` and the number of this `host`.
+    """
     if preset not in PRESETS:
         raise ValueError(f"preset is {preset!r}; known: {', '.join(sorted(PRESETS))}")
+    if multi_host or (coordinator, num_hosts, host) != (None, None, None):
+        start_multi_host(coordinator, num_hosts, host)
     run = PRESETS[preset]()
-    given = {"data": data, "out": out, "stop_step": stop_step, "batch_size": batch_size, "checkpoint_every": checkpoint_every, "seed": seed}
-    run = dataclasses.replace(run, **{name: value for name, value in given.items() if value is not None})
-    if micro_batches is not None:
-        run = dataclasses.replace(run, train=dataclasses.replace(run.train, micro_batches=micro_batches))
-    train(run)
+    of_run = {
+        "data": data,
+        "out": out,
+        "stop_step": stop_step,
+        "batch_size": batch_size,
+        "checkpoint_every": checkpoint_every,
+        "keep": keep,
+        "measure_every": measure_every,
+        "mesh": mesh,
+        "seed": seed,
+    }
+    of_step = {"micro_batches": micro_batches, "compute_dtype": compute_dtype}
+    step = dataclasses.replace(run.train, **{name: value for name, value in of_step.items() if value is not None})
+    train(dataclasses.replace(run, train=step, **{name: value for name, value in of_run.items() if value is not None}))
 
 
 def add_confidence_command(options: Annotated[AddConfidence, tyro.conf.OmitArgPrefixes]) -> None:

@@ -1,35 +1,43 @@
-"""Train a drafter on texts that a frozen target wrote: one resumable run with progress, metrics, checkpoints and a plot.
+"""Train a drafter on texts that a frozen target wrote: one resumable run, from one CPU to a pod.
 
 Everything a run leaves lies in one folder: `config.json`, `metrics.jsonl` (a line per step), `held_out.jsonl` (a line per
-evaluation), `checkpoints/` and, at the end, `drafter/` in the reference's layout. A run that is started again goes on from its
-newest checkpoint.
+evaluation), `tensorboard/`, `checkpoints/` and, at the end, `drafter/` in the reference's layout. A run that is started again goes on
+from its newest checkpoint, on whatever mesh. SIGTERM and SIGINT let it finish its step, write a checkpoint and end.
+
+Every host of a run executes `train` with the same `TrainRun`, on a folder that all of them see, and reads its own rows of each batch.
 """
 
 import dataclasses
 import json
+import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from dspark_jax.batches import TokenBatch, TokenBatches
 from dspark_jax.calibration_identity import drafter_fingerprint
-from dspark_jax.checkpoint import restore_checkpoint, save_checkpoint
-from dspark_jax.data import TokenBatch, TokenBatches, TokenSequences, load_token_sequences
+from dspark_jax.checkpoint import CheckpointWriter, restore_checkpoint
+from dspark_jax.data import TokenSequences, load_token_sequences
+from dspark_jax.decode import DecodeParams
 from dspark_jax.drafters.dspark import DSparkDrafter
-from dspark_jax.evaluate import AnchorEstimate, estimate_at_anchors
-from dspark_jax.protocols import Drafter, Target
-from dspark_jax.train import TrainConfig, TrainState, init_train_state, require_finite, train_step
+from dspark_jax.protocols import Target
+from dspark_jax.sharded_training import sharded_train_state, sharded_train_step
+from dspark_jax.sharding import batch_share, global_batch, make_mesh, on_every_host, place, replicated
+from dspark_jax.train import TrainConfig, TrainState, require_finite
 from dspark_jax.typing import Params
 from dspark_jax.weights import LoadedDrafter, load_target, save_drafter
-
-HELD_OUT_KINDS = {"greedy": 0, "sampled": 2}
-"""Classes of `TokenSequences.temperature` that the two held-out figures are taken on."""
+from experiments.held_out import TEMPERATURES, estimate, held_out_texts, measured_accepted_length, spread
+from experiments.stop_signals import StopSignals
+from experiments.training_costs import StepCosts
+from experiments.training_log import TrainingLog
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,15 +49,21 @@ class TrainRun:
       data: .npz files of answered texts (`dspark_jax.data.TokenSequences`).
       drafter: config of the drafter: a `DSparkConfig`, or that of the drafter to go on from.
       train: the optimizer step.
-      out: the run's folder.
-      batch_size: sequences a step.
+      out: the run's folder; all hosts of a run see the same.
+      batch_size: sequences a step, over all hosts.
       lengths: sequence lengths that a batch may be padded to, ascending.
+      packed: several sequences in a row of the one length, as many as fit; `batch_size` then counts rows.
       stop_step: end here although the schedule goes on; None for the schedule's end.
       held_out_steps: evaluate on held-out texts after these many steps (and at the end).
       held_out_sequences: number of held-out texts (all, where there are fewer), spread evenly over the domains. One half was written at
         temperature 0, and gives the accepted length there; the other at temperature 1, likewise.
       held_out_anchors: anchors drawn per held-out text.
+      measure_every: evaluate after every so many steps as well, and decode held-out prompts then and at the end; 0 for never.
+      measure_prompts: prompts that are decoded, at each of both temperatures.
+      measure_tokens: new tokens of each.
       checkpoint_every: steps between two checkpoints.
+      keep: newest checkpoints that stay.
+      mesh: devices along data x fsdp x tensor. None: along data alone, as many as can share the rows of a micro-batch.
       seed: of parameters, anchors and the order of the texts.
     """
 
@@ -60,12 +74,27 @@ class TrainRun:
     out: Path
     batch_size: int = 64
     lengths: tuple[int, ...] = (512,)
+    packed: bool = False
     stop_step: int | None = None
     held_out_steps: tuple[int, ...] = ()
     held_out_sequences: int = 64
     held_out_anchors: int = 64
+    measure_every: int = 0
+    measure_prompts: int = 4
+    measure_tokens: int = 64
     checkpoint_every: int = 10
+    keep: int = 3
+    mesh: tuple[int, int, int] | None = None
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, lowest in (("measure_every", 0), ("measure_prompts", 1), ("measure_tokens", 1), ("checkpoint_every", 1), ("keep", 1)):
+            if getattr(self, name) < lowest:
+                raise ValueError(f"{name} is {getattr(self, name)}; at least {lowest} is needed")
+
+
+FREE = ("out", "stop_step", "held_out_steps", "measure_every", "measure_prompts", "measure_tokens", "checkpoint_every", "keep", "mesh")
+"""Fields that may change from one start of a run to the next; the others are in `config.json`."""
 
 
 def as_json(value: Any) -> Any:
@@ -77,133 +106,153 @@ def as_json(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def spread(sequences: TokenSequences, count: int) -> TokenSequences:
-    """`count` sequences, or all where there are fewer, at even distances: all domains and temperatures in their shares."""
-    if not len(sequences):
-        raise ValueError("data has no held-out text of a temperature; both 0 and 1 are needed, as `experiments.run texts` writes them")
-    count = min(count, len(sequences))
-    mask = np.zeros(len(sequences), bool)
-    mask[np.linspace(0, len(sequences) - 1, count).round().astype(int)] = True
-    return sequences.select(mask)
+def run_mesh(run: TrainRun) -> Mesh:
+    """The mesh that a run asks for. A single host may leave devices out; several use all that they have.
+
+    Raises:
+      ValueError: the sizes do not fit the devices, or the rows of a micro-batch cannot be split evenly over data x fsdp.
+    """
+    devices, rows = jax.devices(), run.batch_size // run.train.micro_batches
+    alone = jax.process_count() == 1
+    data, fsdp, tensor = run.mesh or (math.gcd(len(devices), rows) if alone else len(devices), 1, 1)
+    if rows * run.train.micro_batches != run.batch_size or rows % (data * fsdp):
+        raise ValueError(
+            f"batch_size is {run.batch_size} in {run.train.micro_batches} micro_batches; "
+            f"allowed are micro-batches of a multiple of data x fsdp = {data * fsdp} rows"
+        )
+    return make_mesh(data, fsdp, tensor, devices[: data * fsdp * tensor] if alone else None)
 
 
-def held_out_batches(sequences: TokenSequences, length: int, batch_size: int) -> Iterator[TokenBatch]:
-    """Every sequence once."""
-    stream = TokenBatches(sequences, batch_size=batch_size, lengths=(length,), min_loss_tokens=2)
-    for batch, state in stream.stream():
-        yield batch
-        if state["epoch"]:
-            return
+@dataclasses.dataclass(frozen=True)
+class _Models:
+    """What a run computes with, apart from the state that it trains."""
+
+    target: Target
+    target_params: Params
+    drafter: Any
+    draft_ids: Any
+    held_out: Mapping[str, TokenSequences]
+
+    def evaluate(self, run: TrainRun, params: Params, measure: bool) -> dict[str, Any]:
+        """Figures of the held-out texts; with `measure`, their prompts are decoded as well."""
+        models = (self.target, self.drafter, self.target_params, params)
+        rest = (run.lengths[-1], run.held_out_anchors, run.seed, self.draft_ids)
+        record: dict[str, Any] = {name: dataclasses.asdict(estimate(*models, texts, *rest)) for name, texts in self.held_out.items()}
+        if measure:
+            decoding = DecodeParams.of(self.target, self.target_params, params, self.draft_ids)
+            record["measured"] = {
+                name: measured_accepted_length(
+                    self.target,
+                    self.drafter,
+                    decoding,
+                    spread(texts, run.measure_prompts),
+                    TEMPERATURES[name],
+                    run.measure_tokens,
+                    run.seed,
+                )
+                for name, texts in self.held_out.items()
+            }
+        return record
 
 
-def _estimate(
-    run: TrainRun, target: Target, drafter: Drafter, target_params: Params, params: Params, texts: TokenSequences, draft_ids: Any
-) -> AnchorEstimate:
-    batches = held_out_batches(texts, run.lengths[-1], min(8, len(texts)))
-    return estimate_at_anchors(target, drafter, target_params, params, batches, run.held_out_anchors, seed=run.seed, draft_ids=draft_ids)
+def _over_hosts(stop: str | None, batch: TokenBatch, num_shares: int) -> tuple[bool, int]:
+    """What all hosts must see alike: whether any of them is to stop, and the tokens of the whole batch."""
+    told = multihost_utils.process_allgather(np.asarray([stop is not None, (batch.ids != 0).sum()], np.int32)).reshape(-1, 2)
+    # Hosts that differ along the tensor axis alone have read the same rows.
+    return bool(told[:, 0].any()), int(told[:, 1].sum()) * num_shares // len(told)
 
 
-def _append(path: Path, record: Mapping[str, Any]) -> None:
-    with path.open("a") as file:
-        file.write(json.dumps(record) + "\n")
+def _require_finite(metrics: Mapping[str, Any], step: int, stream: TokenBatches, position: Mapping[str, int] | None) -> None:
+    """`train.require_finite` with the texts that all hosts had in the batch at `position`."""
+    if not np.isfinite([metrics["loss"], metrics["grad_norm"]]).all():
+        batch, _ = next(dataclasses.replace(stream, shard_index=0, shard_count=1).stream(position))
+        require_finite(metrics, step, batch.rows.tolist())
 
 
-def _drop_from(path: Path, step: int) -> None:
-    """Forget the records behind a checkpoint, which a resumed run writes again."""
-    if path.exists():
-        kept = [line for line in path.read_text().splitlines() if line and json.loads(line)["step"] <= step]
-        unfinished = path.with_suffix(".unfinished")
-        unfinished.write_text("".join(line + "\n" for line in kept))
-        unfinished.replace(path)
+def _configuration(run: TrainRun, given: LoadedDrafter | None) -> dict[str, Any]:
+    """What a run that is started again must have in common with the run that it goes on with."""
+    config = {name: value for name, value in as_json(run).items() if name not in FREE}
+    return config if given is None else config | {"given": drafter_fingerprint(given.drafter, given.params, given.draft_ids)}
 
 
-def _rounded(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: np.round(np.asarray(value, np.float64), 6).tolist() for name, value in metrics.items()}
+def _write_once(file: Path, config: Mapping[str, Any]) -> None:
+    if jax.process_index() == 0 and not file.exists():
+        unfinished = file.with_suffix(".unfinished")
+        unfinished.write_text(json.dumps(config, indent=1) + "\n")
+        unfinished.replace(file)
 
 
 def train(run: TrainRun, console: Console | None = None, given: LoadedDrafter | None = None) -> TrainState:
-    """Run to `stop_step` and return the last state.
+    """Run to `stop_step`, or until a signal asks to stop, and return the last state.
 
     Args:
       given: the drafter to go on from, written in the dtype that it came in; None for a DSpark with random parameters.
 
     Raises:
-      ValueError: the folder holds a run with another configuration, or a field of `run` does not fit the data or the target.
+      ValueError: the folder holds a run with another configuration, or a field of `run` does not fit the data, the target or the devices.
+      FloatingPointError: the loss is no longer a number; names the texts of the batch.
     """
-    console = console or Console()
+    first_host = jax.process_index() == 0
+    console = console or Console(quiet=not first_host)
     run.out.mkdir(parents=True, exist_ok=True)
-    config = as_json(dataclasses.replace(run, stop_step=None, held_out_steps=(), out=Path("."), checkpoint_every=1))
-    if given is not None:
-        config["given"] = drafter_fingerprint(given.drafter, given.params, given.draft_ids)
-    config_file = run.out / "config.json"
+    config, config_file = _configuration(run, given), run.out / "config.json"
     if config_file.exists() and json.loads(config_file.read_text()) != config:
         raise ValueError(f"out is {run.out}; it holds a run with another configuration: choose another folder or remove it")
+    with StopSignals() as signals:
+        mesh = run_mesh(run)
+        target, target_params = load_target(run.target, mesh=mesh)
+        drafter = DSparkDrafter(run.drafter) if given is None else given.drafter
+        draft_ids = None if given is None or given.draft_ids is None else place(given.draft_ids, replicated(mesh))
+        texts = load_token_sequences(run.data, target.spec.vocab_size)
+        models = _Models(target, target_params, drafter, draft_ids, held_out_texts(texts, run.held_out_sequences))
+        share, num_shares = batch_share(mesh, run.batch_size)
+        training = texts.select(texts.heldout == 0)
+        stream = TokenBatches(training, run.batch_size, run.lengths, run.seed, shard_index=share, shard_count=num_shares, packed=run.packed)
+        # Only a run that can start leaves its configuration behind.
+        _write_once(config_file, config)
 
-    target, target_params = load_target(run.target)
-    drafter = DSparkDrafter(run.drafter) if given is None else given.drafter
-    draft_ids = None if given is None else given.draft_ids
-    texts = load_token_sequences(run.data, target.spec.vocab_size)
-    held_out = {
-        name: spread(texts.select((texts.heldout == 1) & (texts.temperature == kind)), run.held_out_sequences // 2)
-        for name, kind in HELD_OUT_KINDS.items()
-    }
-    stream = TokenBatches(texts.select(texts.heldout == 0), batch_size=run.batch_size, lengths=run.lengths, seed=run.seed)
-    # Only a run that can start leaves its configuration behind.
-    config_file.write_text(json.dumps(config, indent=1) + "\n")
-    params_rng, anchor_rng = jax.random.split(jax.random.key(run.seed))
-    params = drafter.init(params_rng) if given is None else given.params
-    state = init_train_state(anchor_rng, params, run.train.optimizer, run.train.trainable)
-    position = None
-    checkpoint = restore_checkpoint(run.out / "checkpoints", state)
-    if checkpoint is not None:
-        state, position = checkpoint.state, checkpoint.position
-        console.print(f"resumed from step {checkpoint.step}")
-    metrics_file, held_out_file = run.out / "metrics.jsonl", run.out / "held_out.jsonl"
-    for file in (metrics_file, held_out_file):
-        _drop_from(file, int(state.step))
-    last = min(run.stop_step or run.train.optimizer.total_steps, run.train.optimizer.total_steps)
-    lines = metrics_file.read_text().splitlines() if metrics_file.exists() else []
-    anchors = sum(json.loads(line)["blocks"] for line in lines)
-
-    columns = (
-        TextColumn("train"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[note]}"),
-    )
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("train", total=last, completed=int(state.step), note="")
-        batches = stream.stream(position)
-        while int(state.step) < last:
-            batch, position = next(batches)
-            begin = time.perf_counter()
-            state, metrics = train_step(target, drafter, run.train, state, target_params, batch.ids, batch.loss_mask, draft_ids)
-            metrics = jax.device_get(metrics)
-            seconds = time.perf_counter() - begin
-            step = int(state.step)
-            require_finite(metrics, step, batch.rows.tolist())
-            anchors += float(metrics["blocks"])
-            tokens = int((batch.ids != 0).sum())
-            record = {"step": step, "anchors": anchors, "seconds": round(seconds, 3), "tokens_per_second": round(tokens / seconds, 1)}
-            _append(metrics_file, record | _rounded(metrics))
-            rates = " ".join(f"{rate:.2f}" for rate in metrics["accept_rate"])
-            note = f"loss {metrics['loss']:.3f}  accept {rates}  accepted length ~{metrics['accepted_length']:.2f}  {seconds:.0f} s"
-            progress.update(task, completed=step, note=note)
-            if not console.is_terminal:
-                console.print(f"step {step}/{last}  {note}")
-            if step % run.checkpoint_every == 0 or step == last:
-                save_checkpoint(run.out / "checkpoints", step, state, position, config)
-            if step in run.held_out_steps or step == last:
-                models = (target, drafter, target_params, state.params)
-                estimates = {name: _estimate(run, *models, texts, draft_ids) for name, texts in held_out.items()}
-                record = {name: dataclasses.asdict(estimate) for name, estimate in estimates.items()}
-                _append(held_out_file, {"step": step, "anchors": anchors} | record)
-                greedy, sampled = estimates["greedy"].accepted_length_greedy, estimates["sampled"].accepted_length_sampled
-                note = f"accepted length {greedy:.3f} at temperature 0, {sampled:.3f} at 1"
-                console.print(f"held out after {step} steps, {anchors / 1e6:.2f} M anchors: {note}")
-    fields = {"dtype": "bfloat16"} if given is None else given.config_json
-    dtype = jnp.dtype(fields.get("dtype") or fields.get("torch_dtype") or "float32")
-    save_drafter(run.out / "drafter", drafter, state.params, config_json=fields, draft_ids=draft_ids, dtype=dtype)
+        state = sharded_train_state(mesh, drafter, run.train, run.seed, None if given is None else given.params)
+        calibration, position = None if given is None else given.survival, None
+        checkpoint = restore_checkpoint(run.out / "checkpoints", state)
+        if checkpoint is not None:
+            state, position, calibration = checkpoint.state, checkpoint.position, checkpoint.calibration
+            console.print(f"resumed from step {checkpoint.step}")
+        step = int(state.step)
+        last = min(run.stop_step or run.train.optimizer.total_steps, run.train.optimizer.total_steps)
+        console.print(f"mesh data x fsdp x tensor: {' x '.join(map(str, mesh.devices.shape))} of {jax.device_count()} devices")
+        take_step = sharded_train_step(mesh, target, drafter, run.train)
+        costs = StepCosts(mesh, target, drafter, run.train, run.batch_size, draft_ids)
+        stopping = False
+        with (
+            CheckpointWriter(run.out / "checkpoints", run.keep) as writer,
+            TrainingLog(run.out, console, step, last, writes=first_host) as log,
+        ):
+            batches = stream.stream(position)
+            while step < last and not stopping:
+                before = position
+                batch, position = next(batches)
+                begin = time.perf_counter()
+                ids, loss_mask, segment = global_batch(mesh, run.batch_size, (batch.ids, batch.loss_mask, batch.segment))
+                state, metrics = take_step(state, target_params, ids, loss_mask, draft_ids, segment)
+                metrics = jax.device_get(metrics)
+                seconds = time.perf_counter() - begin
+                step += 1
+                _require_finite(metrics, step, stream, before)
+                stopping, tokens = _over_hosts(signals.received, batch, num_shares)
+                log.step(step, metrics | costs.of(seconds, tokens, batch.ids.shape[1]))
+                if step % run.checkpoint_every == 0 or step == last or stopping:
+                    writer.save(step, state, position, config, calibration)
+                measure = run.measure_every > 0 and (step % run.measure_every == 0 or step == last)
+                if (measure or step in run.held_out_steps or step == last) and (step == last or not stopping):
+                    log.held_out(step, models.evaluate(run, state.params, measure))
+            if step < last:
+                writer.wait()
+                how = "its checkpoint is written, and the same command goes on from it"
+                log.say(f"{signals.received or 'a signal'} came: stopped after step {step} of {last}; {how}")
+                return state
+        params = on_every_host(state.params)
+    if first_host:
+        fields = {"dtype": "bfloat16"} if given is None else given.config_json
+        dtype = jnp.dtype(fields.get("dtype") or fields.get("torch_dtype") or "float32")
+        save_drafter(run.out / "drafter", drafter, params, config_json=fields, draft_ids=draft_ids, dtype=dtype)
     return state

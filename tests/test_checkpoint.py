@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dspark_jax.checkpoint import restore_checkpoint, save_checkpoint, saved_steps
+from dspark_jax.checkpoint import CheckpointWriter, checksums, restore_checkpoint, save_checkpoint, saved_steps
 from dspark_jax.losses import DraftLossConfig
-from dspark_jax.sharding import make_mesh, replicated
+from dspark_jax.sharding import batch_sharding, make_mesh, replicated
 from dspark_jax.targets.dense import DenseConfig, DenseTarget
 from dspark_jax.train import OptimizerConfig, TrainConfig, init_train_state, train_step
 from tests.linear_drafter import LinearDrafter
@@ -124,6 +124,58 @@ def test_arrays_come_back_in_the_sharding_that_is_asked_for(tmp_path):
     wanted = replicated(make_mesh(data=8))
     found = restored(tmp_path, jax.device_put(STATE, wanted))
     assert found.state["weight"].sharding.is_equivalent_to(wanted, 2) and same_bits(found.state, STATE)
+
+
+def test_steps_go_on_and_give_their_arrays_away_while_a_checkpoint_is_written(tmp_path):
+    """What is on disk in the end is the state at the time of `save`, although its buffers were reused before it was written."""
+    grow = jax.jit(lambda state: state | {"weight": state["weight"] + 1, "step": state["step"] + 1}, donate_argnums=0)
+    state = {"weight": jnp.zeros((1000, 1000)), "step": jnp.zeros((), jnp.int32)}
+    with CheckpointWriter(tmp_path, keep=3) as writer:
+        for step in (1, 2, 3):
+            state = grow(state)
+            writer.save(step, state, {"row": step}, {"seed": 1}, calibration={"kind": "constant", "step": step})
+            for _ in range(5):
+                state = grow(state)
+    for step in (3, 2, 1):
+        found = restored(tmp_path, state)
+        assert found.step == step and found.calibration == {"kind": "constant", "step": step}
+        expected = 6.0 * step - 5.0
+        assert (np.asarray(found.state["weight"]) == expected).all() and int(found.state["step"]) == expected
+        shutil.rmtree(tmp_path / str(step))
+
+
+def test_a_write_that_fails_in_the_background_raises_at_the_end(tmp_path, monkeypatch):
+    def full_disk(self, step):
+        raise OSError(f"no space left for step {step}")
+
+    with pytest.raises(OSError, match="no space left for step 1"), CheckpointWriter(tmp_path) as writer:
+        monkeypatch.setattr(type(writer._manager), "_finalize_checkpoint", full_disk)
+        writer.save(1, STATE, {}, {})
+
+
+def test_a_run_that_went_back_to_an_older_step_writes_over_the_later_ones(tmp_path):
+    """Else the newest step would forever be the one that could not be read, and later saves would be passed over without a word."""
+    for step in (1, 2, 3):
+        save_checkpoint(tmp_path, step, STATE, {"row": step}, {})
+    damage_by_truncation(tmp_path / "3")
+    assert restored(tmp_path, STATE).step == 2
+    save_checkpoint(tmp_path, 2, STATE, {"row": 20}, {})
+    assert saved_steps(tmp_path) == [1, 2]
+    assert restored(tmp_path, STATE).position == {"row": 20}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "uint8", "bool"])
+def test_a_checksum_does_not_depend_on_the_mesh_and_sees_any_changed_entry(dtype):
+    values = jnp.asarray(np.random.default_rng(0).integers(0, 2, (8, 6)), dtype)
+    before = checksums({"x": values})["['x']"]
+    assert checksums({"x": jax.device_put(values, batch_sharding(make_mesh(data=4, fsdp=2)))})["['x']"] == before
+    changed = {
+        checksums({"x": values.at[row, column].set(1 - values[row, column] if dtype != "bool" else ~values[row, column])})["['x']"]
+        for row in (0, 3, 7)
+        for column in (0, 5)
+    }
+    assert len(changed) == 6 and before not in changed
+    assert checksums({"x": values[::-1]})["['x']"] != before, "the order counts"
 
 
 def test_keeping_no_checkpoint_is_refused(tmp_path):

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dspark_jax.batches import TokenBatch
 from dspark_jax.calibrate import RawSurvival, prefix_confidence
 from dspark_jax.calibration_metrics import brier
-from dspark_jax.data import FIELD_DTYPES, TokenBatch, TokenSequences, offsets_from_lengths, save_token_sequences
+from dspark_jax.data import FIELD_DTYPES, TokenSequences, offsets_from_lengths, save_token_sequences
 from dspark_jax.drafters.confidence_head import with_confidence_head
 from dspark_jax.drafters.dflash import DFlashConfig, DFlashDrafter
 from dspark_jax.drafters.dspark import DSparkConfig, DSparkDrafter
@@ -70,7 +71,9 @@ def _case(plain, is_trained) -> Case:
     if is_trained:
         plain_params, _ = _trained(target_params, plain, plain_params, WHOLE)
     drafter, begin = with_confidence_head(plain, plain_params, jax.random.key(3))
-    return Case(target_params, plain, plain_params, drafter, begin, *_trained(target_params, drafter, begin, HEAD_ALONE))
+    # A trained drafter is right nearly as often behind one token as behind another: less to know, and longer to learn.
+    config = dataclasses.replace(HEAD_ALONE, optimizer=OptimizerConfig(300, learning_rate=0.05)) if is_trained else HEAD_ALONE
+    return Case(target_params, plain, plain_params, drafter, begin, *_trained(target_params, drafter, begin, config))
 
 
 @pytest.fixture(scope="module", params=[pytest.param(name, marks=[] if name == "dflash" else pytest.mark.slow) for name in WITHOUT_HEAD])
@@ -109,8 +112,9 @@ def test_the_confidence_loss_falls_and_is_all_of_the_loss(case):
 
 
 def test_on_held_out_blocks_the_head_beats_the_best_constant(case):
-    """[F5] Brier score of predicted survival, per position and on average; the constant is the held-out mean itself."""
-    texts = (tuple(map(np.asarray, _texts(case.target_params, number))) for number in range(8))
+    """[F5] Brier score of predicted survival at the first draft and over all, by more than four standard errors; the constant is the
+    held-out mean itself."""
+    texts = (tuple(map(np.asarray, _texts(case.target_params, number))) for number in range(32))
     batches = [TokenBatch(ids, mask, np.arange(ROWS)) for ids, mask in texts]
     readings = read_texts(TARGET, case.drafter, case.target_params, case.params, batches)
     logits, labels, *_ = confidence_rounds(readings, WalkRule(temperature=1, draft_length=3))
@@ -118,7 +122,9 @@ def test_on_held_out_blocks_the_head_beats_the_best_constant(case):
     ours = np.array([float(brier(survival[:, k], jnp.asarray(labels[:, k]))) for k in range(3)])
     constant = labels.mean(axis=0) * (1 - labels.mean(axis=0))
     assert len(labels) > 1000 and ours[0] < constant[0]
-    assert ours.sum() < 0.99 * constant.sum()
+    gain = ((labels - labels.mean(axis=0)) ** 2 - (labels - np.asarray(survival)) ** 2).sum(axis=1)
+    assert gain.mean() == pytest.approx(constant.sum() - ours.sum(), rel=1e-3)
+    assert gain.mean() > 4 * gain.std() / np.sqrt(len(gain))
 
 
 @pytest.mark.slow

@@ -1,30 +1,25 @@
-"""Loss masks, answered sequences on disk and the stream of training batches."""
+"""Loss masks and answered sequences on disk."""
 
 import dataclasses
-import itertools
 import json
 
 import jinja2
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from dspark_jax.data import (
     DOMAINS,
     FIELD_DTYPES,
     ChatTemplate,
-    TokenBatches,
-    TokenSequences,
     chatml_template,
     complete_chat,
     gemma4_template,
     load_token_sequences,
     loss_mask,
-    offsets_from_lengths,
     qwen_template,
     save_token_sequences,
 )
+from tests.answered_texts import make_sequences, random_sequences
 
 TEMPLATES = {"qwen": qwen_template(), "gemma4": gemma4_template()}
 WHOLE = ChatTemplate("A:", "\n")
@@ -43,32 +38,6 @@ def toy_tokenizer(special_tokens):
         return ids
 
     return tokenize
-
-
-def make_sequences(lengths, answer_lengths=None, seed=0):
-    """Random sequences of these lengths whose answers are their last tokens; token 0 never occurs, so that padding shows."""
-    rng = np.random.default_rng(seed)
-    count = len(lengths)
-    answer_lengths = [max(1, length // 2) for length in lengths] if answer_lengths is None else answer_lengths
-    return TokenSequences(
-        tokens=rng.integers(1, 1000, sum(lengths)).astype(np.uint16),
-        offsets=offsets_from_lengths(lengths),
-        answer_start=(np.asarray(lengths) - np.asarray(answer_lengths)).astype(np.int16),
-        answer_end=np.asarray(lengths, np.int16),
-        finished=rng.random(count) < 0.5,
-        domain=rng.integers(0, 3, count).astype(np.int8),
-        temperature=rng.integers(0, 3, count).astype(np.int8),
-        heldout=rng.integers(0, 2, count).astype(np.int8),
-        source=rng.integers(-1, 50, count).astype(np.int32),
-    )
-
-
-def random_sequences(count, longest=40, seed=0):
-    return make_sequences(np.random.default_rng(seed).integers(2, longest + 1, count).tolist(), seed=seed)
-
-
-def take(batches, number, state=None):
-    return list(itertools.islice(batches.stream(state), number))
 
 
 def same(left, right):
@@ -206,122 +175,6 @@ def test_a_file_that_is_missing_cut_short_or_something_else_is_refused(tmp_path)
 def test_a_selection_needs_one_truth_value_per_sequence():
     with pytest.raises(ValueError, match="mask's length is 4; allowed: 5"):
         random_sequences(5).select(np.ones(4, np.bool_))
-
-
-# Batches
-
-
-def test_a_batch_holds_its_sequences_right_padded_with_the_answers_marked():
-    sequences = random_sequences(20)
-    batches = TokenBatches(sequences, batch_size=4, lengths=(32,), min_loss_tokens=1)
-    for batch, _ in take(batches, 5):
-        assert batch.ids.shape == batch.loss_mask.shape == (4, 32)
-        assert (batch.ids.dtype, batch.loss_mask.dtype) == (np.int32, np.bool_)
-        for ids, mask, row in zip(batch.ids, batch.loss_mask, batch.rows, strict=True):
-            tokens = sequences.tokens[sequences.offsets[row] : sequences.offsets[row + 1]][:32]
-            assert ids.tolist() == tokens.tolist() + [0] * (32 - len(tokens))
-            assert np.flatnonzero(mask).tolist() == list(range(sequences.answer_start[row], min(32, sequences.answer_end[row])))
-
-
-@pytest.mark.parametrize("lengths", [(40,), (10, 20, 40)])
-def test_n_batches_and_n_after_a_restart_are_2n(lengths):
-    """[E7] From every position of three epochs, the state (through JSON) continues the stream bit by bit."""
-    sequences = random_sequences(30)
-    batches = TokenBatches(sequences, batch_size=4, lengths=lengths, min_loss_tokens=2, window=3)
-    whole = take(batches, 3 * batches.batches_per_epoch + 1)
-    for position in range(1, len(whole)):
-        state = json.loads(json.dumps(whole[position - 1][1]))
-        again = take(TokenBatches(sequences, 4, lengths, min_loss_tokens=2, window=3), len(whole) - position, state)
-        for (batch, after), (expected, expected_after) in zip(again, whole[position:], strict=True):
-            assert np.array_equal(batch.ids, expected.ids)
-            assert np.array_equal(batch.loss_mask, expected.loss_mask)
-            assert after == expected_after
-
-
-@given(
-    count=st.integers(8, 60),
-    batch_size=st.integers(1, 8),
-    lengths=st.sampled_from([(40,), (25,), (10, 40), (8, 16, 24, 40)]),
-    seed=st.integers(0, 5),
-)
-def test_an_epoch_has_every_sequence_once_but_for_the_last_part_of_a_batch(count, batch_size, lengths, seed):
-    sequences = random_sequences(count, seed=seed)
-    batches = TokenBatches(sequences, batch_size, lengths, seed=seed, min_loss_tokens=1, window=2)
-    # Where the longest S cuts the whole answer off, the sequence is left out.
-    usable = np.flatnonzero(np.minimum(sequences.answer_end, lengths[-1]) > sequences.answer_start)
-    epoch = take(batches, batches.batches_per_epoch)
-    rows = np.concatenate([batch.rows for batch, _ in epoch])
-    assert len(np.unique(rows)) == len(rows) == len(usable) // batch_size * batch_size
-    assert set(rows) <= set(usable)
-    for batch, _ in epoch:
-        longest = min(sequences.lengths[batch.rows].max(), lengths[-1])
-        assert batch.ids.shape[1] == min(length for length in lengths if length >= longest)
-    assert epoch[-1][1] == {"epoch": 1, "index": 0}
-
-
-def test_epochs_and_seeds_have_different_orders_and_one_seed_the_same():
-    sequences = random_sequences(64)
-
-    def order(seed, epoch=0):
-        batches = TokenBatches(sequences, 8, (40,), seed=seed, min_loss_tokens=1)
-        return np.concatenate([batch.rows for batch, _ in take(batches, 8, {"epoch": epoch, "index": 0})]).tolist()
-
-    assert order(3) == order(3)
-    assert order(3) != order(4)
-    assert order(3) != order(3, epoch=1)
-    # Seed and epoch do not add up to the same permutation.
-    assert order(4) != order(3, epoch=1)
-
-
-def test_sorting_by_length_saves_padding_and_keeps_the_window():
-    sequences = random_sequences(256)
-    plain = take(TokenBatches(sequences, 8, (40,), min_loss_tokens=1), 32)
-    sorted_ = take(TokenBatches(sequences, 8, (10, 20, 30, 40), min_loss_tokens=1, window=16), 32)
-    assert sum(batch.ids.size for batch, _ in sorted_) < 0.75 * sum(batch.ids.size for batch, _ in plain)
-    first, again = ({int(row) for batch, _ in batches[:16] for row in batch.rows} for batches in (plain, sorted_))
-    assert first == again
-
-
-def test_shards_are_slices_of_the_global_batch_and_agree_on_its_length():
-    sequences = random_sequences(40)
-    settings = {"batch_size": 8, "lengths": (10, 20, 40), "min_loss_tokens": 1}
-    whole = take(TokenBatches(sequences, **settings), 9)
-    shards = [take(TokenBatches(sequences, **settings, shard_index=index, shard_count=4), 9) for index in range(4)]
-    for step, (batch, state) in enumerate(whole):
-        assert np.array_equal(np.concatenate([shard[step][0].ids for shard in shards]), batch.ids)
-        assert np.array_equal(np.concatenate([shard[step][0].loss_mask for shard in shards]), batch.loss_mask)
-        assert all(shard[step][1] == state for shard in shards)
-
-
-def test_sequences_with_too_few_answer_tokens_are_dropped():
-    sequences = make_sequences([30, 30, 30, 30], answer_lengths=[13, 14, 15, 20])
-    assert {int(row) for batch, _ in take(TokenBatches(sequences, 1, (30,)), 3) for row in batch.rows} == {1, 2, 3}
-    # Cut to 28, the answers lose two tokens.
-    assert TokenBatches(sequences, 1, (28,)).batches_per_epoch == 1
-
-
-@pytest.mark.parametrize(
-    ("settings", "error"),
-    [
-        ({"batch_size": 0}, "batch_size is 0; allowed: at least 1"),
-        ({"batch_size": 31}, "batch_size is 31; allowed: at most the 30 sequences"),
-        ({"lengths": ()}, r"lengths is \(\)"),
-        ({"lengths": (20, 10)}, r"lengths is \(20, 10\); allowed: ascending"),
-        ({"shard_count": 3}, "shard_count is 3; allowed: divisors of batch_size 4"),
-        ({"shard_count": 2, "shard_index": 2}, "shard_index is 2; allowed: 0 to 1"),
-        ({"seed": -1}, "seed is -1"),
-        ({"window": 0}, "window is 0"),
-    ],
-)
-def test_bad_settings_of_the_stream_are_refused(settings, error):
-    with pytest.raises(ValueError, match=error):
-        TokenBatches(random_sequences(30), **{"batch_size": 4, "min_loss_tokens": 1, "lengths": (40,), **settings})
-
-
-@pytest.mark.parametrize("state", [{"epoch": 0, "index": 7}, {"epoch": -1, "index": 0}, {"index": 0}])
-def test_a_state_of_another_stream_is_refused(state):
-    with pytest.raises(ValueError, match="state is .*; allowed: epoch at least 0 and index 0 to 6"):
-        TokenBatches(random_sequences(30), 4, (40,), min_loss_tokens=1).stream(state)
 
 
 # The given answers of SmolLM2

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from dspark_jax.anchors import read_batch
+from dspark_jax.batches import TokenBatch
 from dspark_jax.calibrate import RawSurvival
 from dspark_jax.chain_configs import eagle3_config, eagle3_json, mtp_config, mtp_json
-from dspark_jax.data import TokenBatch
 from dspark_jax.draft_configs import block_drafter, block_json
 from dspark_jax.drafters.dflash import DFlashConfig, DFlashDrafter
 from dspark_jax.drafters.draft_scores import CONFIDENCE_SCORES, LIMIT, score_logits

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dspark_jax.anchors import read_batch
-from dspark_jax.data import DOMAINS, TokenBatch, load_token_sequences
+from dspark_jax.batches import TokenBatch
+from dspark_jax.data import DOMAINS, load_token_sequences
 from dspark_jax.drafters.dspark import DSparkDrafter
 from dspark_jax.evaluate import (
     TextReading,

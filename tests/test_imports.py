@@ -29,12 +29,14 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ),
     (
         *("dspark_jax.round_stats", "dspark_jax.decode", "dspark_jax.prefill", "dspark_jax.losses", "dspark_jax.readout"),
-        *("dspark_jax.anchors", "dspark_jax.data"),
+        *("dspark_jax.anchors", "dspark_jax.data", "dspark_jax.batches"),
         *("dspark_jax.checkpoint", "dspark_jax.exactness", "dspark_jax.model_configs", "dspark_jax.draft_configs", "dspark_jax.weights"),
         *("dspark_jax.gemma_configs", "dspark_jax.chain_configs"),
+        *("dspark_jax.prompt_files", "dspark_jax.prompt_dataset"),
+        *("dspark_jax.feature_samples", "dspark_jax.feature_cache", "dspark_jax.feature_writer", "dspark_jax.deepspec_cache"),
     ),
     ("dspark_jax.evaluate",),
-    ("dspark_jax.train", "dspark_jax.engine"),
+    ("dspark_jax.train", "dspark_jax.sharded_training", "dspark_jax.engine"),
     ("experiments", "experiments.*"),
     ("notebooks", "notebooks.*"),
 )

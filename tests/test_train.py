@@ -1,6 +1,7 @@
 """The optimizer step is the reference's where it should be, and the same however a batch is split or spread."""
 
 import dataclasses
+import math
 from typing import Any, cast
 
 import jax
@@ -81,6 +82,27 @@ def test_clipped_adamw_is_the_references(golden):
         params = optax.apply_updates(params, updates)
         for name in params:
             np.testing.assert_allclose(params[name], units[name][step], rtol=1e-5, atol=1e-7)
+
+
+def test_muon_orthogonalises_projections_and_leaves_the_rest_to_adamw():
+    """All singular values of a projection's update are near each other and its size is AdamW's; other parameters move as with NAdamW."""
+    rng = np.random.default_rng(0)
+    shapes = {"fc": (16, 48), "q_proj": (24, 16), "markov_w1": (31, 4), "lone": (7,)}
+    params: Any = {name: {"weight": jnp.zeros(shape)} for name, shape in shapes.items()}
+    gradient = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), jnp.float32), params)
+    optimizer = make_optimizer(OptimizerConfig(10, warmup_ratio=0.0, algorithm="muon", max_grad_norm=math.inf))
+    moved = jax.jit(optimizer.update)(gradient, optimizer.init(params), params)[0]
+    with jax.numpy_dtype_promotion("standard"):
+        other = optax.nadamw(6e-4, weight_decay=0.0)
+        expected: Any = other.update(gradient, other.init(params), params)[0]
+    for name in ("fc", "q_proj"):
+        update = np.asarray(moved[name]["weight"])
+        singular = np.linalg.svd(update, compute_uv=False)
+        raw = np.linalg.svd(gradient[name]["weight"], compute_uv=False)
+        assert singular.min() > 0.5 * singular.max() and raw.min() < 0.5 * raw.max()
+        assert 0.1 * 6e-4 < np.sqrt(np.mean(update**2)) < 0.3 * 6e-4
+    for name in ("markov_w1", "lone"):
+        np.testing.assert_allclose(moved[name]["weight"], expected[name]["weight"], rtol=1e-5)
 
 
 def test_three_steps_of_two_micro_batches_are_the_references(golden):

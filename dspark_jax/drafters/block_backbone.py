@@ -13,6 +13,7 @@ import dataclasses
 from typing import Literal
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 from flax import struct
 
@@ -27,14 +28,19 @@ from dspark_jax.layers import (
     Linear,
     ResidualLayer,
     RMSNorm,
+    in_blocks,
     inverse_frequencies,
     rope_tables,
 )
 from dspark_jax.moe import MoE, MoEConfig
 from dspark_jax.protocols import Committed, TrainBatch
+from dspark_jax.sharding import constrain
 from dspark_jax.typing import Array, Bool, Float, Int, typed
 
 Layout = Literal["anchor_first", "anchor_plus_masks"]
+ANCHORS_AT_ONCE = 64
+"""Blocks of a text whose attention scores exist at the same time."""
+
 LAYOUTS: tuple[Layout, ...] = ("anchor_first", "anchor_plus_masks")
 
 
@@ -126,8 +132,23 @@ def attend_blocks(
 ) -> Float[Array, "B A G H E"]:
     """Attention of A blocks per row: each sees the context that its mask allows and its own block, never another block.
 
-    Nothing of shape [A x G, S + A x G] is built. Blocks that are not kept give 0.
+    Nothing of shape [A x G, S + A x G] is built. Blocks that are not kept give 0. Of many blocks the scores exist for some at a time, and
+    are computed again for the gradient.
     """
+    if queries.shape[1] <= ANCHORS_AT_ONCE:
+        return _attend_blocks(queries, keys, values, context, keep, scale)
+    # The gradients of what all blocks see are sums over the parts, which would lose digits in bfloat16.
+    seen_keys, seen_values = context.keys.astype(jnp.float32), context.values.astype(jnp.float32)
+
+    @jax.checkpoint
+    def part(queries: Array, keys: Array, values: Array, mask: Array, keep: Array) -> Array:
+        seen = BlockContext(seen_keys.astype(queries.dtype), seen_values.astype(queries.dtype), mask)
+        return _attend_blocks(queries, keys, values, seen, keep, scale)
+
+    return in_blocks(part, ANCHORS_AT_ONCE, queries, keys, values, context.mask, keep)
+
+
+def _attend_blocks(queries: Array, keys: Array, values: Array, context: BlockContext, keep: Array, scale: float) -> Array:
     batch, anchors, block, num_heads, head_dim = queries.shape
     kv_heads = keys.shape[3]
     grouped = queries.reshape(batch, anchors, block, kv_heads, num_heads // kv_heads, head_dim)
@@ -242,16 +263,25 @@ class BlockBackbone(nn.Module):
         anchors: Int[Array, "B A"],
         contexts: list[BlockContext],
         keep: Bool[Array, "B A"],
+        by_row: bool,
     ) -> Float[Array, "B A G D"]:
-        """Hidden states of the slots that predict, after the final norm; `anchors` are absolute positions."""
+        """Hidden states of the slots that predict, after the final norm; `anchors` are absolute positions.
+
+        `by_row`: over a mesh each device has rows of its own, and fetches a layer's parameters; else it has part of all rows' widths,
+        which suits few rows.
+        """
+
+        def split(x: Array) -> Array:
+            return constrain(x, "batch" if by_row else None, *[None] * (x.ndim - 2), None if by_row else "embed")
+
         positions = anchors[..., None] + jnp.arange(embeddings.shape[2], dtype=jnp.int32)
         cos, sin = self._rope(positions)
         streams = self.config.streams
-        x = embeddings if streams == 1 else expand(embeddings, streams)
+        x = split(embeddings if streams == 1 else expand(embeddings, streams))
         for layer, context in zip(self.layers, contexts, strict=True):
-            x = layer(x, cos, sin, context, keep)
+            x = split(layer(x, cos, sin, context, keep))
         x = x[:, :, self.config.num_slots - self.config.block_size :]
-        return self.norm(x if streams == 1 else self.hc_head(x))
+        return split(self.norm(x if streams == 1 else self.hc_head(x)))
 
     def _visible(self, positions: Int[Array, "B S"], anchors: Int[Array, "B A"]) -> Bool[Array, "B A S"]:
         """Which context positions a block at an anchor sees: those below it, the last `window` of them where there is one.
@@ -264,13 +294,16 @@ class BlockBackbone(nn.Module):
 
     def train_hidden(self, embeddings: Float[Array, "B A slots D"], batch: TrainBatch) -> Float[Array, "B A G D"]:
         """Hidden states of the blocks at all anchors of a batch; a block at anchor a sees features of positions below a."""
-        positions = jnp.broadcast_to(jnp.arange(batch.ids.shape[1], dtype=jnp.int32), batch.ids.shape)
-        mask = self._visible(positions, batch.anchors) & batch.keep[:, :, None]
+        positions, rows = batch.positions(), jnp.arange(batch.ids.shape[0], dtype=jnp.int32)[:, None]
+        anchors = positions[rows, batch.anchors]
+        mask = self._visible(positions, anchors) & batch.keep[:, :, None]
+        if batch.segment is not None:
+            mask = mask & (batch.segment[:, None] == batch.segment[rows, batch.anchors][:, :, None])
         contexts = [
             BlockContext(keys.swapaxes(1, 2), values.swapaxes(1, 2), mask)
             for keys, values in self.context_keys_values(batch.features, positions)
         ]
-        return self.hidden(embeddings, batch.anchors, contexts, batch.keep)
+        return self.hidden(embeddings, anchors, contexts, batch.keep, by_row=True)
 
     def append_context(self, cache: KVCache, committed: Committed) -> KVCache:
         """Add the committed positions' keys and values behind the cache's length.
@@ -305,7 +338,7 @@ class BlockBackbone(nn.Module):
             BlockContext(keys.astype(dtype), values.astype(dtype), mask) for keys, values in zip(cache.keys, cache.values, strict=True)
         ]
         keep = jnp.ones((embeddings.shape[0], 1), bool)
-        return self.hidden(embeddings[:, None], cache.length[:, None], contexts, keep)[:, 0]
+        return self.hidden(embeddings[:, None], cache.length[:, None], contexts, keep, by_row=False)[:, 0]
 
     def initialise(self, embeddings: Float[Array, "B A slots D"], batch: TrainBatch) -> None:
         """Reaches every parameter, for `init`."""
@@ -326,7 +359,7 @@ class BlockTargets:
 def block_targets(batch: TrainBatch, block_size: int) -> BlockTargets:
     """Draft k = 0, 1, ... of the block at anchor a predicts token a + 1 + k from the true token before it.
 
-    Supervision of a block ends at its first label outside the answer or behind the sequence; the teacher's distribution of a
+    Supervision of a block ends at its first label outside the answer or its text, or behind the sequence; the teacher's distribution of a
     label stands one position before it.
     """
     length = batch.ids.shape[1]
@@ -336,6 +369,8 @@ def block_targets(batch: TrainBatch, block_size: int) -> BlockTargets:
     labels = batch.ids[rows, safe]
     anchor_ids = batch.ids[rows[:, :, 0], batch.anchors]
     answered = (place < length) & batch.loss_mask[rows, safe] & batch.keep[:, :, None]
+    if batch.segment is not None:
+        answered = answered & (batch.segment[rows, safe] == batch.segment[rows, batch.anchors[:, :, None]])
     return BlockTargets(
         labels=labels,
         previous=jnp.concatenate([anchor_ids[:, :, None], labels[:, :, :-1]], axis=-1),

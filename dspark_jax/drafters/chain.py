@@ -31,7 +31,7 @@ from dspark_jax.layers import (
     inverse_frequencies,
     rope_tables,
 )
-from dspark_jax.protocols import TrainBatch
+from dspark_jax.protocols import TrainBatch, positions_in_texts
 from dspark_jax.typing import Array, Bool, Float, Int, typed
 
 Supervision = Literal["answer_blocks", "hidden_positions"]
@@ -244,16 +244,23 @@ class ChainNetwork(nn.Module):
         return residual, Projected(attention.queries(read, cos, sin), *attention.keys_values(read, cos, sin))
 
     def train_outputs(
-        self, features: Float[Array, "B S F"], last_hidden: Float[Array, "B S D"], embeddings: Float[Array, "B text D"]
+        self,
+        features: Float[Array, "B S F"],
+        last_hidden: Float[Array, "B S D"],
+        embeddings: Float[Array, "B text D"],
+        segment: Int[Array, "B S"] | None = None,
     ) -> Float[Array, "B S G D"]:
         """Outputs of the layer, before the final norm, at every position and step; `embeddings` are those of S + G tokens.
 
-        Rows beyond a text's end mean nothing; nothing before it depends on them.
+        Pairs of other texts (`segment`, as of `TrainBatch`) are not seen. Rows beyond a text's end mean nothing; nothing before it depends
+        on them.
         """
         config = self.config
         batch, length = last_hidden.shape[:2]
         positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
         mask = positions[:, None, :] <= positions[:, :, None]
+        if segment is not None:
+            positions, mask = positions_in_texts(segment), mask & (segment[:, :, None] == segment[:, None])
         residual, pair = self._projected(self.source(features, last_hidden), embeddings[:, 1 : 1 + length], positions)
         pairs = pair.keys.swapaxes(1, 2), pair.values.swapaxes(1, 2)
         first = self.layers[0].output(residual, attend(pair.queries, *pairs, mask, self._scale))
@@ -274,10 +281,14 @@ class ChainNetwork(nn.Module):
         return jnp.concatenate([first[:, :, None], jnp.moveaxis(outputs, 0, 2)], axis=2)
 
     def train_hidden(
-        self, features: Float[Array, "B S F"], last_hidden: Float[Array, "B S D"], embeddings: Float[Array, "B text D"]
+        self,
+        features: Float[Array, "B S F"],
+        last_hidden: Float[Array, "B S D"],
+        embeddings: Float[Array, "B text D"],
+        segment: Int[Array, "B S"] | None = None,
     ) -> Float[Array, "B S G D"]:
         """What goes to the LM head at every position and step."""
-        return self.norm(self.train_outputs(features, last_hidden, embeddings))
+        return self.norm(self.train_outputs(features, last_hidden, embeddings, segment))
 
     def initialise(
         self, features: Float[Array, "B S F"], last_hidden: Float[Array, "B S D"], embeddings: Float[Array, "B S D"]
@@ -355,7 +366,7 @@ def chain_targets(batch: TrainBatch, block_size: int, supervision: Supervision) 
     not the text's last. It leaves out the first round, and holds the last steps of an inner turn to the header of the next.
 
     Raises:
-      ValueError: "hidden_positions" without `batch.length`.
+      ValueError: "hidden_positions" without `batch.length`, or with several texts a row.
     """
     num_rows, length = batch.ids.shape
     place = jnp.arange(length, dtype=jnp.int32)[:, None] + jnp.arange(block_size, dtype=jnp.int32)
@@ -363,10 +374,15 @@ def chain_targets(batch: TrainBatch, block_size: int, supervision: Supervision) 
     if supervision == "answer_blocks":
         answer = jnp.pad(batch.loss_mask, behind)
         labelled = answer[:, 1 : length + 1, None] & answer[:, place + 2]
+        if batch.segment is not None:
+            text = jnp.pad(batch.segment, behind, constant_values=-1)
+            labelled = labelled & (text[:, :length, None] == text[:, place + 2])
         supervised = jnp.cumprod(labelled.astype(jnp.int32), axis=-1).astype(bool)
     else:
-        if batch.length is None:
-            raise ValueError("length is None; supervision 'hidden_positions' needs to know where each text ends")
+        if batch.length is None or batch.segment is not None:
+            raise ValueError(
+                "length is None or rows hold several texts; supervision 'hidden_positions' needs one text of known length a row"
+            )
         inside = jnp.arange(length, dtype=jnp.int32) < batch.length[:, None] - 1
         supervised = jnp.pad(batch.loss_mask & inside, behind)[:, place]
     return ChainTargets(

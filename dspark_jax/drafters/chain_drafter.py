@@ -116,7 +116,7 @@ class ChainDrafter(Initialised):
         shape = targets.labels.shape
         embeddings = head.embed(jnp.pad(batch.ids, ((0, 0), (0, config.block_size)))).astype(dtype)
         known = (batch.features.astype(dtype), batch.last_hidden.astype(dtype))
-        hidden: Array = apply(self._network, params, *known, embeddings, method="train_hidden")
+        hidden: Array = apply(self._network, params, *known, embeddings, batch.segment, method="train_hidden")
         confidence = self._confidence_logits(params, hidden)
         step = jnp.arange(config.block_size, dtype=jnp.int32)
         decay = config.step_loss_decay ** step.astype(jnp.float32)

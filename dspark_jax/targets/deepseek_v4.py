@@ -191,12 +191,16 @@ class DeepSeekV4Decoder(nn.Module):
         window = self.config.window(layer)
         position = tokens.position if layout.index is None else tokens.position[layout.index]
         query = position.reshape(layout.num_rows, tokens.queries_per_row, 1)
-        if cache is None or window is None:
-            key = jnp.arange(tokens.queries_per_row if cache is None else cache.num_slots, dtype=jnp.int32)[None, None]
+        if cache is None:
+            key = query.swapaxes(1, 2)
+        elif window is None:
+            key = jnp.arange(cache.num_slots, dtype=jnp.int32)[None, None]
         else:
             newest = kv_cache.newest_positions(tokens.row, tokens.position, tokens.valid, layout.num_rows)
             key = kv_cache.key_positions(newest, cache.keys[layer].shape[2])[:, None]
         seen = (key >= 0) & (key <= query)
+        if cache is None:
+            seen = seen & tokens.seen_in_grid()
         return seen if window is None else seen & (query - key < window)
 
     def __call__(

@@ -27,7 +27,7 @@ from dspark_jax.layers import (
     rope_tables,
 )
 from dspark_jax.protocols import FlatTokens, TargetHead, TargetSpec
-from dspark_jax.sharding import Initialised
+from dspark_jax.sharding import Initialised, constrain
 from dspark_jax.targets.query_grid import QueryGrid, query_grid
 from dspark_jax.typing import Array, Bool, Float, Int, Params
 
@@ -129,16 +129,22 @@ class DenseDecoder(nn.Module):
             raise ValueError("cache is None; a forward pass without a cache takes a grid of tokens (FlatTokens.grid)")
         num_rows = tokens.ids.shape[0] // tokens.queries_per_row if cache is None else cache.length.shape[0]
         layout = query_grid(tokens, num_rows)
-        position = tokens.position if layout.index is None else tokens.position[layout.index]
-        key_position = jnp.arange(tokens.queries_per_row if cache is None else cache.num_slots, dtype=jnp.int32)
-        mask = key_position <= position.reshape(num_rows, tokens.queries_per_row, 1)
+        if cache is None:
+            mask = tokens.seen_in_grid()
+        else:
+            position = tokens.position if layout.index is None else tokens.position[layout.index]
+            mask = jnp.arange(cache.num_slots, dtype=jnp.int32) <= position.reshape(num_rows, tokens.queries_per_row, 1)
         cos, sin = rope_tables(tokens.position, inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling))
 
-        x = self.embed_tokens(tokens.ids)
+        # Texts are many: each device has whole rows of its own, and fetches a layer's parameters. The tokens of a round are few: every
+        # device has all of them, for the parameters that it holds.
+        axes = ("batch", None) if cache is None else (None, "embed")
+        x = constrain(self.embed_tokens(tokens.ids), *axes)
         outputs = {-1: x}
         keys, values = [], []
         for i, layer in enumerate(self.layers):
             x, new = layer(x, cos, sin, tokens, layout, mask, None if cache is None else (cache.keys[i], cache.values[i]))
+            x = constrain(x, *axes)
             if new is not None:
                 keys.append(new[0])
                 values.append(new[1])
@@ -148,7 +154,7 @@ class DenseDecoder(nn.Module):
         if cache is not None:
             length = kv_cache.extend_length(cache.length, tokens.row, tokens.position, tokens.valid)
             cache = KVCache(tuple(keys), tuple(values), length)
-        return self.norm(x), features, cache
+        return constrain(self.norm(x), *axes), features, cache
 
     def touch_head(self) -> Array:
         """Reaches the parameters that the forward pass leaves to `TargetHead`, for `init`."""

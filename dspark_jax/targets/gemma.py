@@ -75,12 +75,17 @@ class GemmaDecoder(nn.Module):
         """`num_slots` is T of the layers of this kind; None without a cache."""
         kind = self.config.kind_of(layer_type)
         query = tokens.position if layout.index is None else tokens.position[layout.index]
-        if num_slots is None or kind.window is None:
-            key = jnp.arange(tokens.queries_per_row if num_slots is None else num_slots, dtype=jnp.int32)[None]
+        query = query.reshape(layout.num_rows, tokens.queries_per_row)
+        if num_slots is None:
+            key = query
+        elif kind.window is None:
+            key = jnp.arange(num_slots, dtype=jnp.int32)[None]
         else:
             newest = kv_cache.newest_positions(tokens.row, tokens.position, tokens.valid, layout.num_rows)
             key = kv_cache.key_positions(newest, num_slots)
-        mask = kind.mask(query.reshape(layout.num_rows, tokens.queries_per_row), key)
+        mask = kind.mask(query, key)
+        if num_slots is None:
+            mask = mask & tokens.seen_in_grid()
         return AttentionPass(*kind.rope(tokens.position), mask)
 
     def _per_layer_inputs(self, ids: Int[Array, "N"], embedded: Float[Array, "N D"]) -> list[Float[Array, "N E"]] | None:

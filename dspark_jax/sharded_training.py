@@ -1,0 +1,134 @@
+"""Training over a mesh: where every array of a training state lies, and the optimizer step between such states.
+
+Its arguments are placed by the rules of `sharding.py`, XLA derives the collectives, and the state comes out as it went in: parameters
+and moments split over "fsdp" and "tensor", rows of the batch over "data" and "fsdp". A weight is gathered along "fsdp" where a
+forward pass uses it, so that activations are split by rows alone (and by heads and MLP along "tensor").
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import PRNGKeyArray
+
+from dspark_jax.anchors import read_batch, sample_anchors
+from dspark_jax.protocols import FlatTokens, Sites, Target, TargetHead, TrainBatch
+from dspark_jax.sharding import gather_parameters, parameter_shardings, place, replicated
+from dspark_jax.train import TrainConfig, TrainState, init_train_state, train_step
+from dspark_jax.typing import Array, Params
+
+
+def train_state_shardings(mesh: Mesh, drafter: Any, config: TrainConfig) -> TrainState:
+    """A NamedSharding for every array of a training state, in a tree shaped like it.
+
+    Moments lie where their parameters lie; step number, random key and the optimizer's counters are on every device.
+
+    Args:
+      drafter: a `protocols.Drafter` whose parameters have logical axes (`sharding.Initialised`).
+    """
+
+    def initial(rng: PRNGKeyArray) -> TrainState:
+        return init_train_state(rng, drafter.init(rng), config.optimizer, config.trainable)
+
+    of_parameters = dict(jax.tree_util.tree_flatten_with_path(parameter_shardings(mesh, drafter))[0])
+
+    def sharding_of(path: tuple[Any, ...], _: Any) -> NamedSharding:
+        # The path of a parameter is the end of its moments' paths.
+        ends = (path[start:] for start in range(len(path)))
+        return next((of_parameters[end] for end in ends if end in of_parameters), replicated(mesh))
+
+    return jax.tree_util.tree_map_with_path(sharding_of, jax.eval_shape(initial, jax.random.key(0)))
+
+
+def sharded_train_state(mesh: Mesh, drafter: Any, config: TrainConfig, seed: int, params: Params | None = None) -> TrainState:
+    """`train.init_train_state` over a mesh: no device ever holds more than its part of random parameters or of moments.
+
+    Args:
+      seed: of the parameters and of the anchors.
+      params: to go on from, the same on every host; None for random ones.
+    """
+    shardings = train_state_shardings(mesh, drafter, config)
+
+    def initial(params: Params | None) -> TrainState:
+        params_rng, anchor_rng = jax.random.split(jax.random.key(seed))
+        return init_train_state(anchor_rng, drafter.init(params_rng) if params is None else params, config.optimizer, config.trainable)
+
+    if params is not None:
+        params = place(params, parameter_shardings(mesh, drafter))
+    return jax.jit(initial, out_shardings=shardings)(params)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Gathering:
+    """A model as the training step sees it, its weights gathered along "fsdp" where they are used."""
+
+    model: Any
+    mesh: Mesh
+
+    def _gathered(self, params: Params) -> Params:
+        return gather_parameters(self.mesh, self.model, params)
+
+
+@dataclasses.dataclass(frozen=True)
+class _GatheringTarget(_Gathering):
+    def head(self, params: Params) -> TargetHead:
+        return self.model.head(self._gathered(params))
+
+    def forward(self, params: Params, cache: Any, tokens: FlatTokens, taps: tuple[int, ...]) -> tuple[Array, Array, Any]:
+        return self.model.forward(self._gathered(params), cache, tokens, taps)
+
+
+@dataclasses.dataclass(frozen=True)
+class _GatheringDrafter(_Gathering):
+    @property
+    def block_size(self) -> int:
+        return self.model.block_size
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.model.taps
+
+    def prediction_sites(self, params: Params, head: TargetHead, batch: TrainBatch) -> Sites:
+        return self.model.prediction_sites(self._gathered(params), head, batch)
+
+    def site_logits(self, params: Params, head: TargetHead, hidden: Array, latent: Array) -> Array:
+        # The parameters of sequential heads have no axis that is split over "fsdp".
+        return self.model.site_logits(params, head, hidden, latent)
+
+    def rebalanced(self, params: Params, head: TargetHead, batch: TrainBatch) -> Params:
+        return self.model.rebalanced(params, head, batch)
+
+
+Step = Callable[..., tuple[TrainState, dict[str, Array]]]
+"""(state, target parameters, ids, loss mask, draft ids, segment) to the next state and metrics, as `train.train_step` has them."""
+
+
+def sharded_train_step(mesh: Mesh, target: Target, drafter: Any, config: TrainConfig) -> Step:
+    """`train.train_step`, compiled for states of `train_state_shardings`; metrics come out on every device.
+
+    A drafter with mixtures of experts also has their balance biases moved, by the loads of the rows of the first micro-batch.
+    """
+    reading: Any = _GatheringTarget(target, mesh)
+    drafting: Any = _GatheringDrafter(drafter, mesh)
+    balances = getattr(getattr(drafter, "config", None), "experts", None) is not None and config.trainable == "all"
+
+    def step(
+        state: TrainState, target_params: Params, ids: Array, loss_mask: Array, draft_ids: Array | None = None, segment: Array | None = None
+    ) -> tuple[TrainState, dict[str, Array]]:
+        following, metrics = train_step(reading, drafting, config, state, target_params, ids, loss_mask, draft_ids, segment)
+        if balances:
+            rng = jax.random.fold_in(state.rng, state.step)
+            rows = (ids, loss_mask, *sample_anchors(rng, loss_mask, config.num_anchors, segment), segment)
+            rows = jax.tree.map(lambda x: x[:: config.micro_batches], rows)
+            batch = read_batch(reading, target_params, drafter.taps, *rows)
+            head = reading.head(target_params).restrict(draft_ids)
+            following = following.replace(params=drafting.rebalanced(following.params, head, batch))
+        return following, metrics
+
+    out = (train_state_shardings(mesh, drafter, config), replicated(mesh))
+    return jax.jit(step, donate_argnums=0, out_shardings=out)
+
+
+__all__ = ["Step", "sharded_train_state", "sharded_train_step", "train_state_shardings"]
