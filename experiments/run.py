@@ -32,6 +32,9 @@ def train_command(
     measure_every: int | None = None,
     mesh: tuple[int, int, int] | None = None,
     compute_dtype: Literal["float32", "bfloat16"] | None = None,
+    lengths: tuple[int, ...] | None = None,
+    packed: bool | None = None,
+    algorithm: Literal["adamw", "muon"] | None = None,
     seed: int | None = None,
     multi_host: bool = False,
     coordinator: str | None = None,
@@ -42,6 +45,9 @@ def train_command(
 
     Args:
       mesh: devices along data x fsdp x tensor.
+      lengths: tokens that texts may be padded to, ascending.
+      packed: put as many texts as fit into a row of the one length.
+      algorithm: of the optimizer.
       measure_every: decode held-out prompts after every so many steps.
       multi_host: this is one of several hosts that execute the same command, on a TPU pod or under SLURM, where they find each other.
       coordinator: the same elsewhere: "address:port" of host 0, with `num_hosts` and the number of this `host`.
@@ -60,10 +66,14 @@ def train_command(
         "keep": keep,
         "measure_every": measure_every,
         "mesh": mesh,
+        "lengths": lengths,
+        "packed": packed,
         "seed": seed,
     }
     of_step = {"micro_batches": micro_batches, "compute_dtype": compute_dtype}
     step = dataclasses.replace(run.train, **{name: value for name, value in of_step.items() if value is not None})
+    if algorithm is not None:
+        step = dataclasses.replace(step, optimizer=dataclasses.replace(step.optimizer, algorithm=algorithm))
     train(dataclasses.replace(run, train=step, **{name: value for name, value in of_run.items() if value is not None}))
 
 

@@ -157,6 +157,16 @@ def test_the_launcher_says_what_is_wrong_in_one_line(monkeypatch, capsys):
     assert capsys.readouterr().err.splitlines() == ["error: preset is 'nothing'; known: smollm2_dspark"]
 
 
+def test_the_launcher_changes_what_it_is_told_to_and_leaves_the_rest_to_the_preset(monkeypatch):
+    runs = []
+    monkeypatch.setattr(launcher, "train", runs.append)
+    launcher.train_command("smollm2_dspark", packed=True, lengths=(1024,), algorithm="muon", micro_batches=4, mesh=(1, 1, 1))
+    preset = PRESETS["smollm2_dspark"]()
+    optimizer = dataclasses.replace(preset.train.optimizer, algorithm="muon")
+    step = dataclasses.replace(preset.train, micro_batches=4, optimizer=optimizer)
+    assert runs == [dataclasses.replace(preset, packed=True, lengths=(1024,), mesh=(1, 1, 1), train=step)]
+
+
 def test_presets_describe_the_released_drafters():
     """The released drafter's settings, as its model card states them."""
     run = PRESETS["smollm2_dspark"]()
