@@ -131,7 +131,8 @@ def test_supervision_by_hidden_positions_refuses_packed_rows():
 
     def sites(params, target_params):
         batch = read_batch(TARGET, target_params, drafter.taps, ids, mask, *sample_anchors(jax.random.key(0), mask, 4), segment)
+        batch = dataclasses.replace(batch, length=jnp.full(len(ids), WIDTH))
         return drafter.prediction_sites(params, TARGET.head(target_params), batch)
 
-    with pytest.raises(ValueError, match="rows hold several texts; supervision 'hidden_positions' needs one text of known length a row"):
+    with pytest.raises(ValueError, match="segment is given; supervision 'hidden_positions' takes rows of one text each"):
         jax.eval_shape(sites, params, target_params)

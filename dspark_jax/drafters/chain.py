@@ -379,10 +379,10 @@ def chain_targets(batch: TrainBatch, block_size: int, supervision: Supervision) 
             labelled = labelled & (text[:, :length, None] == text[:, place + 2])
         supervised = jnp.cumprod(labelled.astype(jnp.int32), axis=-1).astype(bool)
     else:
-        if batch.length is None or batch.segment is not None:
-            raise ValueError(
-                "length is None or rows hold several texts; supervision 'hidden_positions' needs one text of known length a row"
-            )
+        if batch.length is None:
+            raise ValueError("length is None; supervision 'hidden_positions' needs to know where each text ends")
+        if batch.segment is not None:
+            raise ValueError("segment is given; supervision 'hidden_positions' takes rows of one text each")
         inside = jnp.arange(length, dtype=jnp.int32) < batch.length[:, None] - 1
         supervised = jnp.pad(batch.loss_mask & inside, behind)[:, place]
     return ChainTargets(
