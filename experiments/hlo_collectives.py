@@ -9,39 +9,14 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from experiments.hlo_traffic import BITS
+from experiments.hlo_text import BITS, Instruction, computations
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
 
 _SHAPE = re.compile(r"\b(\w+)\[([\d,]*)\]")
-_INSTRUCTION = re.compile(r"^\s*(ROOT )?(%[\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)$")
-_COMPUTATION = re.compile(r"^(ENTRY )?(%[\w.\-]+) \(.*\{$")
 _CALLED = re.compile(r"\b(calls|body|condition|true_computation|false_computation)=(%[\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
-
-
-@dataclass(frozen=True)
-class Instruction:
-    """One line of a program.
-
-    Attributes:
-      is_root: whether it gives what its computation gives.
-      results: their types.
-      rest: the line from the operands on.
-    """
-
-    is_root: bool
-    name: str
-    results: str
-    operation: str
-    rest: str
-
-    @property
-    def operands(self) -> list[str]:
-        """Names of the operands."""
-        return re.findall(r"%[\w.\-]+", self.rest.split(")")[0])
 
 
 Found = dict[tuple[str, ...], tuple[str, int]]
@@ -76,15 +51,13 @@ def estimated_cycles(program: str) -> int:
 
 def _counted(program: str, count: Callable[[Instruction], Found]) -> Found:
     """What all instructions that run come to, each as often as it does."""
-    computations, entry = _computations(program)
-    if entry is None:
-        raise ValueError("program has no ENTRY; allowed is the text of a compiled program")
+    instructions, entry = computations(program)
     known: dict[str, Found] = {}
 
     def total(name: str) -> Found:
         if name not in known:
             known[name] = {}
-            for each in computations.get(name, []):
+            for each in instructions.get(name, []):
                 known[name] |= of(each)
         return known[name]
 
@@ -102,7 +75,7 @@ def _counted(program: str, count: Callable[[Instruction], Found]) -> Found:
         if instruction.operation != "while" or not inside:
             # What a kernel's cycles are made of is stated once, for the kernel.
             return own if own and instruction.operation == "fusion" else own | inside
-        passes = _passes(*(computations[dict(called)[part]] for part in ("condition", "body")))
+        passes = _passes(*(instructions[dict(called)[part]] for part in ("condition", "body")))
         return own | {(instruction.name, *place): (name, passes * each) for place, (name, each) in inside.items()}
 
     return total(entry)
@@ -153,17 +126,3 @@ def _group_size(rest: str) -> int:
 
 def _bytes(kind: str, dimensions: str) -> int:
     return -(-BITS[kind] * math.prod(int(size) for size in dimensions.split(",") if size) // 8)
-
-
-def _computations(program: str) -> tuple[dict[str, list[Instruction]], str | None]:
-    found: dict[str, list[Instruction]] = {}
-    entry, current = None, None
-    for line in program.splitlines():
-        if head := _COMPUTATION.match(line):
-            current = head.group(2)
-            found[current] = []
-            entry = current if head.group(1) else entry
-        elif current is not None and (match := _INSTRUCTION.match(line)):
-            root, *others = match.groups()
-            found[current].append(Instruction(bool(root), *others))
-    return found, entry

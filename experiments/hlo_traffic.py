@@ -10,8 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-BITS = {"pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "bf16": 16, "f16": 16}
-BITS |= {"s32": 32, "u32": 32, "f32": 32, "s64": 64, "u64": 64, "f64": 64}
+from experiments.hlo_text import BITS, Instruction, computations
 
 # They name data or wait for a transfer that was counted where it was started.
 MOVES_NOTHING = {
@@ -20,26 +19,12 @@ MOVES_NOTHING = {
 }
 
 _SHAPE = re.compile(r"(\w+)\[([\d,]*)\](\{[^}]*\})?")
-_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?(%[\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)$")
-_COMPUTATION = re.compile(r"^(ENTRY )?(%[\w.\-]+) \(.*\{$")
 
 
 @dataclass(frozen=True)
 class _Buffer:
     size: int
     in_main_memory: bool
-
-
-@dataclass(frozen=True)
-class _Instruction:
-    name: str
-    results: list[_Buffer]
-    operation: str
-    rest: str
-
-    @property
-    def operands(self) -> list[str]:
-        return re.findall(r"%[\w.\-]+", self.rest.split(")")[0])
 
 
 def main_memory_bytes(program: str, apart: Callable[[Sequence[int]], bool] = lambda shape: False) -> int:
@@ -56,22 +41,19 @@ def main_memory_bytes(program: str, apart: Callable[[Sequence[int]], bool] = lam
     Raises:
       ValueError: there is a loop in it, whose passes the text does not number, or no entry.
     """
-    computations, entry = _computations(program, apart)
-    if entry is None:
-        raise ValueError("program has no ENTRY; allowed is the text of a compiled program")
-    buffers = {each.name: each.results for each in computations[entry]}
+    instructions, entry = computations(program)
+    buffers = {each.name: _buffers(each.results, apart) for each in instructions[entry]}
     total = 0
-    for each in computations[entry]:
+    for each in instructions[entry]:
         if each.operation == "while":
             raise ValueError("program has a while loop; allowed are programs whose loops are unrolled")
         if each.operation not in MOVES_NOTHING:
             operands = [buffer for name in each.operands for buffer in buffers.get(name, [])]
-            total += _moved(each, operands, computations)
+            total += _moved(each, buffers[each.name], operands, instructions)
     return total
 
 
-def _moved(instruction: _Instruction, operands: list[_Buffer], computations: dict[str, list[_Instruction]]) -> int:
-    results = instruction.results
+def _moved(instruction: Instruction, results: list[_Buffer], operands: list[_Buffer], instructions: dict[str, list[Instruction]]) -> int:
     if stated := re.search(r'"cost_estimate":\{[^}]*"bytes_accessed":"(\d+)"', instruction.rest):
         # A kernel may read rows of an operand, or the whole several times: it says itself how much.
         return int(stated[1])
@@ -81,7 +63,7 @@ def _moved(instruction: _Instruction, operands: list[_Buffer], computations: dic
         source, part = results[:2]
         return part.size * (source.in_main_memory + part.in_main_memory) if source.size else 0
     called = re.search(r"calls=(%[\w.\-]+)", instruction.rest)
-    inside = {each.operation for each in computations.get(called.group(1), [])} if called else {instruction.operation}
+    inside = {each.operation for each in instructions.get(called.group(1), [])} if called else {instruction.operation}
     if inside & {"scatter", "dynamic-update-slice"}:
         whole = max((each.size for each in results), default=0)
         updates = [each for each in operands if each.size != whole]
@@ -94,20 +76,6 @@ def _moved(instruction: _Instruction, operands: list[_Buffer], computations: dic
 
 def _in_main_memory(buffers: list[_Buffer]) -> int:
     return sum(each.size for each in buffers if each.in_main_memory)
-
-
-def _computations(program: str, apart: Callable[[Sequence[int]], bool]) -> tuple[dict[str, list[_Instruction]], str | None]:
-    found: dict[str, list[_Instruction]] = {}
-    entry, current = None, None
-    for line in program.splitlines():
-        if head := _COMPUTATION.match(line):
-            current = head.group(2)
-            found[current] = []
-            entry = current if head.group(1) else entry
-        elif current is not None and (match := _INSTRUCTION.match(line)):
-            name, shape, operation, rest = match.groups()
-            found[current].append(_Instruction(name, _buffers(shape, apart), operation, rest))
-    return found, entry
 
 
 def _buffers(shape: str, apart: Callable[[Sequence[int]], bool]) -> list[_Buffer]:
