@@ -125,6 +125,9 @@ def test_on_held_out_blocks_the_head_beats_the_best_constant(case):
     gain = ((labels - labels.mean(axis=0)) ** 2 - (labels - np.asarray(survival)) ** 2).sum(axis=1)
     assert gain.mean() == pytest.approx(constant.sum() - ours.sum(), rel=1e-3)
     assert gain.mean() > 4 * gain.std() / np.sqrt(len(gain))
+    # The trained DSpark is right nearly as often behind every token: 0.8 % is what there is to know.
+    most = 0.995 if case.plain == WITHOUT_HEAD["dspark"] else 0.99
+    assert ours.sum() < most * constant.sum()
 
 
 @pytest.mark.slow
