@@ -13,12 +13,12 @@ from types import TracebackType
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-from dspark_jax.typing import Array, PyTree
+from dspark_jax.checksums import checksums
+from dspark_jax.typing import PyTree
 
 log = logging.getLogger(__name__)
 
@@ -39,32 +39,6 @@ def _manager(folder: Path | str, keep: int | None, in_background: bool = False) 
         max_to_keep=keep, enable_async_checkpointing=in_background, cleanup_tmp_directories=keep is not None
     )
     return ocp.CheckpointManager(Path(folder).absolute(), options=options)
-
-
-def _weighted_sum(x: Array) -> Array:
-    """Sum over the words of an array of word x (2 i + 1) modulo 2^32, i being the word's place: any change of one word changes it."""
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        x = jax.random.key_data(x)
-    if x.dtype == jnp.bool_:
-        x = x.astype(jnp.uint8)
-    words = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * min(x.dtype.itemsize, 4)}")).astype(jnp.uint32)
-    place, stride = jnp.zeros(words.shape, jnp.uint32), 1
-    for axis in reversed(range(words.ndim)):
-        place = place + jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis) * jnp.uint32(stride % 2**32)
-        stride *= words.shape[axis]
-    return jnp.sum(words * (2 * place + 1), dtype=jnp.uint32)
-
-
-@jax.jit
-def _weighted_sums(leaves: list[Array]) -> Array:
-    return jnp.stack([_weighted_sum(leaf) for leaf in leaves])
-
-
-def checksums(state: PyTree) -> dict[str, int]:
-    """A number for every array of a state, by its path; the same however the array is split over devices and hosts."""
-    paths, leaves = zip(*jax.tree_util.tree_flatten_with_path(state)[0], strict=True)
-    sums = np.asarray(_weighted_sums(list(leaves)))
-    return {jax.tree_util.keystr(path): int(total) for path, total in zip(paths, sums, strict=True)}
 
 
 def _layout(state: PyTree) -> dict[str, str]:
@@ -198,4 +172,4 @@ def _restore_step(folder: Path | str, step: int, abstract: PyTree) -> Checkpoint
     return Checkpoint(step, state, notes["position"], notes["config"], notes["calibration"])
 
 
-__all__ = ["Checkpoint", "CheckpointWriter", "checksums", "restore_checkpoint", "save_checkpoint", "saved_steps"]
+__all__ = ["Checkpoint", "CheckpointWriter", "restore_checkpoint", "save_checkpoint", "saved_steps"]

@@ -18,9 +18,10 @@ from jaxtyping import PRNGKeyArray
 from dspark_jax.anchors import sample_anchors
 from dspark_jax.batches import TokenBatch
 from dspark_jax.calibration_identity import drafter_fingerprint
+from dspark_jax.checksums import checksums
 from dspark_jax.data import ChatTemplate
 from dspark_jax.protocols import Target, TrainBatch
-from dspark_jax.typing import Array, Bool, Float, Int, Params, typed
+from dspark_jax.typing import Bool, Float, Int, Params, typed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,31 +69,14 @@ class FeatureOrigin:
             raise ValueError(f"the features in {where} were made for something else: {differences}")
 
 
-@jax.jit
-def _checksums(leaves: dict[str, Array]) -> dict[str, Array]:
-    """A sum modulo 2^32 of every leaf's bits, each weighted by its place: the same however the leaf is sharded."""
-
-    def checksum(leaf: Array) -> Array:
-        bits = leaf.astype(jnp.uint32)
-        if jnp.issubdtype(leaf.dtype, jnp.floating):
-            bits = jax.lax.bitcast_convert_type(leaf.astype(jnp.bfloat16), jnp.uint16).astype(jnp.uint32)
-        place = jnp.zeros(leaf.shape, jnp.uint32)
-        for axis, size in enumerate(leaf.shape):
-            place = place * jnp.uint32(size % 2**32) + jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
-        # An odd factor keeps every bit of the leaf in the sum; the product spreads neighbouring places over all 32 bits.
-        return jnp.sum(bits * (place * jnp.uint32(0x9E3779B2) + jnp.uint32(1)), dtype=jnp.uint32)
-
-    return {name: checksum(leaf) for name, leaf in leaves.items()}
-
-
 def target_fingerprint(target: Target, params: Params) -> str:
     """SHA-256 (hexadecimal) of a target: its kind, its config and checksums of its parameters.
 
     Parameters count as bfloat16, so that a target has one fingerprint in whichever of the usual dtypes it runs. They may be spread over
     devices and hosts: no parameter is gathered.
     """
-    leaves = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
-    sums = {name: [list(leaves[name].shape), int(value)] for name, value in _checksums(leaves).items()}
+    shapes = {jax.tree_util.keystr(path): list(leaf.shape) for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    sums = {name: [shapes[name], total] for name, total in checksums(params, jnp.bfloat16).items()}
     # Without parameters this hashes a kind and a config, be it a drafter's or a target's.
     kind = drafter_fingerprint(cast(Any, target), {})
     return hashlib.sha256(json.dumps([kind, sums], sort_keys=True).encode()).hexdigest()

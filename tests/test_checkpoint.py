@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dspark_jax.checkpoint import CheckpointWriter, checksums, restore_checkpoint, save_checkpoint, saved_steps
+from dspark_jax.checkpoint import CheckpointWriter, restore_checkpoint, save_checkpoint, saved_steps
+from dspark_jax.checksums import checksums
 from dspark_jax.losses import DraftLossConfig
 from dspark_jax.sharding import batch_sharding, make_mesh, replicated
 from dspark_jax.targets.dense import DenseConfig, DenseTarget

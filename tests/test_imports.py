@@ -29,7 +29,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ),
     (
         *("dspark_jax.round_stats", "dspark_jax.decode", "dspark_jax.prefill", "dspark_jax.losses", "dspark_jax.readout"),
-        *("dspark_jax.anchors", "dspark_jax.data", "dspark_jax.batches"),
+        *("dspark_jax.anchors", "dspark_jax.checksums", "dspark_jax.data", "dspark_jax.batches"),
         *("dspark_jax.checkpoint", "dspark_jax.exactness", "dspark_jax.model_configs", "dspark_jax.draft_configs", "dspark_jax.weights"),
         *("dspark_jax.gemma_configs", "dspark_jax.chain_configs"),
         *("dspark_jax.prompt_files", "dspark_jax.prompt_dataset"),
