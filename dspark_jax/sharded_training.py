@@ -114,6 +114,11 @@ def sharded_train_step(mesh: Mesh, target: Target, drafter: Any, config: TrainCo
     drafting: Any = _GatheringDrafter(drafter, mesh)
     balances = getattr(getattr(drafter, "config", None), "experts", None) is not None and config.trainable == "all"
 
+    def over_the_mesh(*args: Any) -> tuple[TrainState, dict[str, Array]]:
+        # `sharding.constrain` splits activations over the mesh that is set.
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return step(*args)
+
     def step(
         state: TrainState, target_params: Params, ids: Array, loss_mask: Array, draft_ids: Array | None = None, segment: Array | None = None
     ) -> tuple[TrainState, dict[str, Array]]:
@@ -128,7 +133,7 @@ def sharded_train_step(mesh: Mesh, target: Target, drafter: Any, config: TrainCo
         return following, metrics
 
     out = (train_state_shardings(mesh, drafter, config), replicated(mesh))
-    return jax.jit(step, donate_argnums=0, out_shardings=out)
+    return jax.jit(over_the_mesh, donate_argnums=0, out_shardings=out)
 
 
 __all__ = ["Step", "sharded_train_state", "sharded_train_step", "train_state_shardings"]
