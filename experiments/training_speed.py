@@ -16,7 +16,6 @@ import functools
 import json
 import multiprocessing
 import platform
-import resource
 import statistics
 import sys
 import time
@@ -35,6 +34,7 @@ from dspark_jax.train import OptimizerConfig, TrainConfig, init_train_state, tra
 from experiments.command_line import run_command
 from experiments.presets import smollm2_dspark
 from experiments.result_files import write_json
+from experiments.training_costs import memory_bytes
 
 RESULTS = Path(__file__).resolve().parent / "results" / "training_speed.json"
 GOLDEN_TARGET = DenseConfig(97, 32, 64, num_layers=6, num_heads=4, num_kv_heads=2, head_dim=16, rope_theta=1e6, qk_norm=True)
@@ -157,8 +157,7 @@ def compiled_bytes(pair: Pair) -> int:
 def peak_bytes(pair: Pair) -> int:
     """The most memory that this process came to hold, one step taken; for a process that does nothing else."""
     jax.block_until_ready(train_step(pair.target, pair.drafter, pair.config, *pair.arguments()))
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return memory_bytes()[1]
 
 
 def measure_memory(anchors: int) -> dict[str, Any]:
