@@ -4,8 +4,9 @@ Weights keep the orientation of the checkpoints they come from: (out, in). All s
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import flax.linen as nn
@@ -355,17 +356,35 @@ def attend(
 
     Of many queries the scores exist for a block at a time: of a text of 4,096 tokens and 32 heads all of them would be 2 GiB.
     """
-    return in_blocks(lambda queries, mask: _attend(queries, keys, values, mask, scale), QUERIES_AT_ONCE, queries, mask)
+    return attend_parts(queries, ((keys, values, mask),), scale)
 
 
-def _attend(queries: Array, keys: Array, values: Array, mask: Array, scale: float) -> Array:
+@typed
+def attend_parts(
+    queries: Float[Array, "R Q H E"],
+    parts: Sequence[tuple[Float[Array, "R K _ E"], Float[Array, "R K _ E"], Bool[Array, "R Q _"]]],
+    scale: float,
+) -> Float[Array, "R Q H E"]:
+    """`attend` where keys, values and their mask lie in several arrays, which are never joined; the softmax is over all of them."""
+    keys, values, masks = zip(*parts, strict=True)
+
+    def block(queries: Array, *masks: Array) -> Array:
+        return _attend(queries, keys, values, masks, scale)
+
+    return in_blocks(block, QUERIES_AT_ONCE, queries, *masks)
+
+
+def _attend(queries: Array, keys: Sequence[Array], values: Sequence[Array], masks: Sequence[Array], scale: float) -> Array:
     num_rows, num_queries, num_heads, head_dim = queries.shape
-    kv_heads = keys.shape[1]
+    kv_heads = keys[0].shape[1]
     grouped = queries.reshape(num_rows, num_queries, kv_heads, num_heads // kv_heads, head_dim)
-    scores = jnp.einsum("rqkge,rkte->rkgqt", grouped, keys, preferred_element_type=jnp.float32) * scale
-    allowed = mask[:, None, None]
-    scores = jnp.where(allowed, scores, MASKED)
-    weights = jnp.where(allowed, jnp.exp(scores - scores.max(axis=-1, keepdims=True)), 0.0)
-    weights = weights / jnp.maximum(weights.sum(axis=-1, keepdims=True), 1e-30)
-    mixed = jnp.einsum("rkgqt,rkte->rqkge", weights.astype(values.dtype), values)
-    return mixed.reshape(num_rows, num_queries, num_heads, head_dim)
+    allowed = [mask[:, None, None] for mask in masks]
+    scores = [jnp.einsum("rqkge,rkte->rkgqt", grouped, part, preferred_element_type=jnp.float32) * scale for part in keys]
+    scores = [jnp.where(seen, part, MASKED) for seen, part in zip(allowed, scores, strict=True)]
+    peak = functools.reduce(jnp.maximum, [part.max(axis=-1, keepdims=True) for part in scores])
+    weights = [jnp.where(seen, jnp.exp(part - peak), 0.0) for seen, part in zip(allowed, scores, strict=True)]
+    total = jnp.maximum(functools.reduce(jnp.add, [part.sum(axis=-1, keepdims=True) for part in weights]), 1e-30)
+    mixed = [
+        jnp.einsum("rkgqt,rkte->rqkge", (weight / total).astype(part.dtype), part) for weight, part in zip(weights, values, strict=True)
+    ]
+    return functools.reduce(jnp.add, mixed).reshape(num_rows, num_queries, num_heads, head_dim)

@@ -54,15 +54,16 @@ def topology_mesh(topology: str, data: int = 1, fsdp: int = 1, tensor: int = 1) 
 
 
 def models(preset: ModelPreset, num_layers: int | None = None) -> tuple[Any, Any]:
-    """Target and DSpark drafter of a preset.
+    """Target and DSpark drafter of a preset, as they are on TPUs.
 
     Args:
       num_layers: of the target; None for all. The taps that are then too deep move up to the last layer that may be tapped.
     """
     drafter = dataclasses.replace(preset.dspark(), backend="xla")
+    target = dataclasses.replace(preset.target, cache_writes="late")
     if num_layers is None:
-        return preset.target, drafter
-    target = dataclasses.replace(preset.target, config=dataclasses.replace(preset.target.config, num_layers=num_layers))
+        return target, drafter
+    target = dataclasses.replace(target, config=dataclasses.replace(target.config, num_layers=num_layers))
     taps = tuple(min(tap, num_layers - 2) for tap in drafter.taps)
     return target, dataclasses.replace(drafter, config=dataclasses.replace(drafter.config, taps=taps))
 

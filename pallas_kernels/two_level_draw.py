@@ -24,6 +24,9 @@ from pallas_kernels.noise import Stream
 TILE_SIZE = 1024
 """Ids of a logical tile: part of what a random number depends on, and so of every sampled token."""
 
+TILE_GROUP = 8
+"""Devices over which a vocabulary's tiles can be split evenly: they would be gathered first otherwise. No tile's number depends on it."""
+
 
 class Drawn(NamedTuple):
     """Drawn ids with the numbers of the distribution they were drawn from.
@@ -206,11 +209,12 @@ def low_rank_bias(latent: jax.Array, w2: jax.Array) -> jax.Array:
 
 
 def tiles_of(logits: jax.Array, tile_size: int) -> jax.Array:
-    """Rows [N, V] as float32 tiles [N, K, S], the last one padded with -inf."""
+    """Rows [N, V] as float32 tiles [N, K, S], padded with -inf; beyond `TILE_GROUP` tiles K is a multiple of that."""
     num_rows, vocab_size = logits.shape
     # A narrower vocabulary is its own single tile: counters, and so draws, are the same as with padding.
     width = min(tile_size, vocab_size)
-    padding = -vocab_size % width
+    size = width * TILE_GROUP if vocab_size > width * TILE_GROUP else width
+    padding = -vocab_size % size
     logits = logits.astype(jnp.float32)
     if padding:
         logits = jnp.pad(logits, ((0, 0), (0, padding)), constant_values=-jnp.inf)

@@ -90,9 +90,11 @@ def test_taps_come_side_by_side_in_the_order_asked_for(tiny):
     assert none.shape == (WIDTH, 0)
 
 
-def test_cached_chunks_and_a_crop_give_the_references_logits(reference):
+@pytest.mark.parametrize("cache_writes", ["early", "late"])
+def test_cached_chunks_and_a_crop_give_the_references_logits(reference, cache_writes):
     """Tokens 0..11, then 12..16, then 14..17 after the cache was cut back to 14."""
     target, params, arrays = reference
+    target = dataclasses.replace(target, cache_writes=cache_writes)
     ids, head = arrays["input_ids"][:1], target.head(params)
     cache = target.init_cache(1, WIDTH)
     for begin, end, name in ((0, 12, "cache_prefill_logits"), (12, 17, "cache_chunk5_logits"), (14, 18, "cache_after_crop_chunk4_logits")):
@@ -113,11 +115,11 @@ def _cached_prefixes(target, params, texts, lengths):
     return target.roll_back(cache, jnp.asarray(lengths, jnp.int32))
 
 
-@pytest.mark.parametrize("bucket", [7, 10])
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_flat_tokens_of_several_rows_equal_each_row_alone(tiny, bucket, shuffle):
+@pytest.mark.parametrize(("bucket", "shuffle", "cache_writes"), [(7, False, "early"), (10, True, "early"), (10, True, "late")])
+def test_flat_tokens_of_several_rows_equal_each_row_alone(tiny, bucket, shuffle, cache_writes):
     """[B1] [C3] Rows of other cached lengths and token counts in one flat batch, padded or not, in any order."""
     target, params, texts = tiny
+    target = dataclasses.replace(target, cache_writes=cache_writes)
     rng = np.random.default_rng(bucket)
     lengths, counts = [9, 0, 4], [4, 1, 2]
     cache = _cached_prefixes(target, params, texts, lengths)
@@ -147,9 +149,11 @@ def test_flat_tokens_of_several_rows_equal_each_row_alone(tiny, bucket, shuffle)
         assert [np.flatnonzero(slots).tolist() for slots in written] == [[9, 10, 11, 12], [0], [4, 5]], "padding leaves no trace"
 
 
-def test_rows_that_keep_different_numbers_of_tokens_do_not_share_a_length(tiny):
+@pytest.mark.parametrize("cache_writes", ["early", "late"])
+def test_rows_that_keep_different_numbers_of_tokens_do_not_share_a_length(tiny, cache_writes):
     """[C3] Rejected drafts are written and forgotten, row by row; what follows equals each row run alone."""
     target, params, texts = tiny
+    target = dataclasses.replace(target, cache_writes=cache_writes)
     rng = np.random.default_rng(0)
     length = np.array([3, 6, 2], np.int32)
     cache = _cached_prefixes(target, params, texts, length.tolist())
@@ -336,6 +340,11 @@ def test_few_and_many_rows_have_the_same_product(rows):
     rng = np.random.default_rng(rows)
     x, weight = rng.normal(size=(rows, 24)).astype(np.float32), rng.normal(size=(9, 24)).astype(np.float32)
     np.testing.assert_allclose(np.asarray(matmul_rows(jnp.asarray(x), jnp.asarray(weight))), x @ weight.T, atol=1e-5, rtol=1e-5)
+
+
+def test_only_known_ways_of_writing_the_cache_are_taken():
+    with pytest.raises(ValueError, match="cache_writes is 'never'; allowed: auto, early, late"):
+        DenseTarget(TINY, "never")
 
 
 def test_parameters_that_are_drawn_have_the_scale_and_shapes_of_a_fresh_model():

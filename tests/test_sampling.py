@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dspark_jax.sampling import Sampling, logit_floor
 from pallas_kernels import noise as bits
 from pallas_kernels.noise import Stream
-from pallas_kernels.two_level_draw import draw, greedy_ids, log_normaliser, log_prob_of, probs
+from pallas_kernels.two_level_draw import draw, greedy_ids, log_normaliser, log_prob_of, probs, tiles_of
 
 DRAFT = jax.jit(functools.partial(draw, tile_stream=Stream.DRAFT_TILE, id_stream=Stream.DRAFT_ID), static_argnames="tile_size")
 FLOOR, NORMALISER, PROBS, LOG_PROB_OF = jax.jit(logit_floor), jax.jit(log_normaliser), jax.jit(probs), jax.jit(log_prob_of)
@@ -82,9 +82,12 @@ def test_the_two_level_draw_follows_the_filtered_law(tile_size, top_k, top_p):
     np.testing.assert_allclose(np.asarray(drawn.log_normaliser), np.log(weight.sum()), rtol=1e-6)
 
 
-def test_the_draw_is_what_its_two_levels_say():
+@pytest.mark.parametrize(("size", "tiles_made"), [(16, 3), (5, 8), (3, 16)])
+def test_the_draw_is_what_its_two_levels_say(size, tiles_made):
+    """Tiles are numbered from 0 whatever their number; beyond eight there are as many as eight devices can share, the last ones empty."""
     rng = np.random.default_rng(1)
-    logits, size, num = jnp.asarray(rng.normal(size=(3, 40)) * 2, jnp.float32), 16, 3
+    logits, num = jnp.asarray(rng.normal(size=(3, 40)) * 2, jnp.float32), 3
+    assert tiles_of(logits, size).shape == (num, tiles_made, size)
     key, position = _keys(num, seed=4), jnp.array([0, 5, 2], jnp.int32)
     drawn = DRAFT(logits, jnp.full(num, -jnp.inf), jnp.ones(num), key, position, tile_size=size)
     for row in range(num):

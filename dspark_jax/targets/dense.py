@@ -6,7 +6,7 @@ biases on q, k and v, small models tie the output head to the embedding.
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax
@@ -22,7 +22,7 @@ from dspark_jax.layers import (
     ResidualLayer,
     RMSNorm,
     RopeScaling,
-    attend,
+    attend_parts,
     inverse_frequencies,
     rope_tables,
 )
@@ -65,6 +65,7 @@ class DenseLayer(ResidualLayer):
     """One decoder layer on flat tokens."""
 
     config: DenseConfig
+    late_writes: bool
 
     def setup(self) -> None:
         super().setup()
@@ -90,33 +91,45 @@ class DenseLayer(ResidualLayer):
         mask: Bool[Array, "R Q T"],
         cached: tuple[Array, Array] | None,
     ) -> tuple[Float[Array, "N D"], tuple[Array, Array] | None]:
+        """The layer's output, and its part of the cache: as it is behind the pass, or what is still to be written to it (`late_writes`).
+
+        `mask` is over the slots of the cache where there is one, and leaves the pass's own tokens out where those are written late.
+        """
+        queries_per_row, scale = tokens.queries_per_row, self.style.scale(self.config.head_dim)
         normed = self.input_layernorm(x)
         queries = self.self_attn.queries(normed, cos, sin)
-        keys, values = self.self_attn.keys_values(normed, cos, sin)
-        if cached is None:
-            all_keys, all_values = (layout.to_grid(new, tokens.queries_per_row).swapaxes(1, 2) for new in (keys, values))
+        new = self.self_attn.keys_values(normed, cos, sin)
+        if cached is not None:
+            # What a pass sees of itself is what later ones will see of it.
+            new = new[0].astype(cached[0].dtype), new[1].astype(cached[1].dtype)
+        if cached is not None and not self.late_writes:
+            place = tokens.row, tokens.position, tokens.valid
+            new = kv_cache.write(cached[0], new[0], *place), kv_cache.write(cached[1], new[1], *place)
+            parts = [(*new, mask)]
         else:
-            all_keys, all_values = (
-                kv_cache.write(old, new, tokens.row, tokens.position, tokens.valid) for old, new in zip(cached, (keys, values), strict=True)
-            )
+            own = tuple(layout.to_grid(each, queries_per_row).swapaxes(1, 2) for each in new)
+            causal = jnp.tril(jnp.ones((queries_per_row, queries_per_row), bool))
+            among = mask if cached is None else jnp.broadcast_to(causal, (layout.num_rows, *causal.shape))
+            parts = [(*own, among)] if cached is None else [(*cached, mask), (*own, among)]
         with jax.named_scope("attention"):
-            grid = layout.to_grid(queries, tokens.queries_per_row)
-            heads = attend(grid, all_keys.astype(x.dtype), all_values.astype(x.dtype), mask, self.style.scale(self.config.head_dim))
-        x = self.after_attention(x, self.self_attn.output(layout.to_flat(heads)))
-        return x, None if cached is None else (all_keys, all_values)
+            grid = layout.to_grid(queries, queries_per_row)
+            parts = [(keys.astype(x.dtype), values.astype(x.dtype), seen) for keys, values, seen in parts]
+            heads = attend_parts(grid, parts, scale)
+        return self.after_attention(x, self.self_attn.output(layout.to_flat(heads))), None if cached is None else new
 
 
 class DenseDecoder(nn.Module):
     """The network behind `DenseTarget`."""
 
     config: DenseConfig
+    late_writes: bool = False
 
     def setup(self) -> None:
         config = self.config
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         style = QWEN3_STYLE if config.qk_norm else LLAMA_STYLE
         sizes = (config.hidden_size, config.intermediate_size, config.rms_norm_eps)
-        self.layers = [DenseLayer(*sizes, style, config) for _ in range(config.num_layers)]
+        self.layers = [DenseLayer(*sizes, style, config, self.late_writes) for _ in range(config.num_layers)]
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         if not config.tie_word_embeddings:
             self.lm_head = Embedding(config.vocab_size, config.hidden_size)
@@ -133,7 +146,10 @@ class DenseDecoder(nn.Module):
             mask = tokens.seen_in_grid()
         else:
             position = tokens.position if layout.index is None else tokens.position[layout.index]
-            mask = jnp.arange(cache.num_slots, dtype=jnp.int32) <= position.reshape(num_rows, tokens.queries_per_row, 1)
+            last = position.reshape(num_rows, tokens.queries_per_row, 1)
+            if self.late_writes:
+                last = jnp.broadcast_to(last[:, :1] - 1, last.shape)
+            mask = jnp.arange(cache.num_slots, dtype=jnp.int32) <= last
         cos, sin = rope_tables(tokens.position, inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling))
 
         # Texts are many: each device has whole rows of its own, and fetches a layer's parameters. The tokens of a round are few: every
@@ -152,8 +168,14 @@ class DenseDecoder(nn.Module):
                 outputs[i] = x
         features = jnp.concatenate([outputs[tap] for tap in taps], axis=-1) if taps else jnp.zeros((x.shape[0], 0), x.dtype)
         if cache is not None:
-            length = kv_cache.extend_length(cache.length, tokens.row, tokens.position, tokens.valid)
-            cache = KVCache(tuple(keys), tuple(values), length)
+            place = tokens.row, tokens.position, tokens.valid
+            if self.late_writes:
+                # The barrier keeps the writes behind the last layer: next to a layer's attention, the compiler for TPUs would write to the
+                # copy that is on the chip, and then the whole copy back.
+                x, keys, values = jax.lax.optimization_barrier((x, keys, values))
+                keys = [kv_cache.write(old, new, *place) for old, new in zip(cache.keys, keys, strict=True)]
+                values = [kv_cache.write(old, new, *place) for old, new in zip(cache.values, values, strict=True)]
+            cache = KVCache(tuple(keys), tuple(values), kv_cache.extend_length(cache.length, *place))
         return constrain(self.norm(x), *axes), features, cache
 
     def touch_head(self) -> Array:
@@ -167,9 +189,20 @@ class DenseDecoder(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class DenseTarget(Initialised):
-    """A dense decoder as a `protocols.Target`. Computes in the dtype of its parameters."""
+    """A dense decoder as a `protocols.Target`. Computes in the dtype of its parameters.
+
+    Attributes:
+      cache_writes: when a pass writes its keys and values: "early", each layer before its attention, which then reads the cache alone;
+        "late", all layers at the end, and attention reads cache and pass as two arrays; "auto": late on TPUs, where a cache that is
+        written beside its attention is written back whole (`experiments/results/aot.md`), early elsewhere.
+    """
 
     config: DenseConfig
+    cache_writes: Literal["auto", "early", "late"] = "auto"
+
+    def __post_init__(self) -> None:
+        if self.cache_writes not in ("auto", "early", "late"):
+            raise ValueError(f"cache_writes is {self.cache_writes!r}; allowed: auto, early, late")
 
     @property
     def spec(self) -> TargetSpec:
@@ -177,7 +210,8 @@ class DenseTarget(Initialised):
 
     @functools.cached_property
     def _network(self) -> DenseDecoder:
-        return DenseDecoder(self.config)
+        late = self.cache_writes == "late" or (self.cache_writes == "auto" and jax.default_backend() == "tpu")
+        return DenseDecoder(self.config, late)
 
     def _boxed_init(self, rng: jax.Array) -> Any:
         one = jnp.zeros((1, 1), jnp.int32)
