@@ -6,7 +6,7 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-LOCKED_EXTRAS := --extra models --extra data --extra plots --extra dev
+LOCKED_EXTRAS := --extra models --extra data --extra plots --extra serve --extra dev
 # Two processes: tracing and compiling, which most of a test's time is, keep one core each busy. `loadfile` keeps the tests of a file
 # together, which share what they have compiled.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-header

@@ -8,12 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 
 from dspark_jax.calibration_online import OnlineCalibration
 from dspark_jax.decode import DecodeParams, DecodePlan, DecodeState, draw_next
 from dspark_jax.protocols import Committed, FlatTokens, StatefulPolicy
-from dspark_jax.sampling import Noise, Sampling
-from dspark_jax.typing import Array, Int
+from dspark_jax.sampling import Sampling
+from dspark_jax.typing import Array, Float, Int
 from pallas_kernels.noise import seed_key
 
 NO_STOP = -1
@@ -99,14 +100,15 @@ def start(
         policy_state=plan.policy.init_state(num_rows, plan.block_size) if isinstance(plan.policy, StatefulPolicy) else None,
         drafter_state=None if plan.drafter is None else plan.drafter.init_state(num_rows, slots, **sizes),
         draft_history=None if plan.planner is None else plan.planner.init_history(num_rows),
-        deferred=None if plan.planner is None else _nothing_deferred(plan, params, num_rows),
+        deferred=None if plan.planner is None else nothing_deferred(plan, params, num_rows),
         # The state's buffers are given up round by round; the caller keeps its own.
         calibration=jax.tree.map(jnp.copy, calibration),
     )
     return prefill(plan, params, state, jnp.int32(-(-int(lengths.max()) // chunk)), chunk)
 
 
-def _nothing_deferred(plan: DecodePlan, params: DecodeParams, num_rows: int) -> Committed:
+def nothing_deferred(plan: DecodePlan, params: DecodeParams, num_rows: int) -> Committed:
+    """What a state has as `deferred` where every round so far was drafted."""
     width, dtype, places = plan.target.spec.width, params.head.embedding.dtype, (num_rows, plan.block_size + 1)
     return Committed(
         next_ids=jnp.zeros(places, jnp.int32),
@@ -129,63 +131,111 @@ def _check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
         raise ValueError(f"{field} holds {wrong[0]}; token ids of this target lie in 0..{vocab_size - 1}")
 
 
+@struct.dataclass
+class Reading:
+    """How far texts have been read before rounds begin.
+
+    Attributes:
+      hidden, features: of the target, behind the last position of each text, once that has been read.
+    """
+
+    target_cache: Any
+    drafter_state: Any
+    hidden: Float[Array, "R D"]
+    features: Float[Array, "R F"]
+
+    @classmethod
+    def nothing(cls, plan: DecodePlan, params: DecodeParams, target_cache: Any, drafter_state: Any) -> "Reading":
+        """Before the first chunk; the caches are empty."""
+        num_rows, width, dtype = target_cache.length.shape[0], plan.target.spec.width, params.head.embedding.dtype
+        features = jnp.zeros((num_rows, width * len(plan.taps)), dtype)
+        return cls(target_cache, drafter_state, jnp.zeros((num_rows, width), dtype), features)
+
+
+def read_chunk(
+    plan: DecodePlan,
+    params: DecodeParams,
+    reading: Reading,
+    ids: Int[Array, "R T"],
+    length: Int[Array, "R"],
+    index: Int[Array, ""],
+    chunk: int,
+) -> Reading:
+    """Both models read positions `index` x `chunk` and on, `chunk` of them, of texts `ids` that are `length` tokens long."""
+    num_rows, num_slots = ids.shape
+    rows = jnp.arange(num_rows, dtype=jnp.int32)
+    start = jnp.full((num_rows,), index * chunk, jnp.int32)
+    place = start[:, None] + jnp.arange(chunk, dtype=jnp.int32)
+    tokens = FlatTokens.grid(ids[rows[:, None], jnp.minimum(place, num_slots - 1)], start, jnp.clip(length - start, 0, chunk))
+    hidden, features, target_cache = plan.target.forward(params.target, reading.target_cache, tokens, plan.taps)
+    hidden, features = hidden.reshape(num_rows, chunk, -1), features.reshape(num_rows, chunk, features.shape[-1])
+    drafter_state = reading.drafter_state
+    if plan.drafter is not None:
+        committed = Committed(
+            next_ids=ids[rows[:, None], jnp.minimum(place + 1, num_slots - 1)],
+            hidden=hidden,
+            features=features,
+            count=jnp.clip(length - 1 - start, 0, chunk),
+        )
+        drafter_state = plan.drafter.commit(params.drafter, params.draft_head, drafter_state, committed)
+    last = length - 1 - start
+    here = ((last >= 0) & (last < chunk))[:, None]
+    last = jnp.clip(last, 0, chunk - 1)
+    return Reading(
+        target_cache,
+        drafter_state,
+        hidden=jnp.where(here, hidden[rows, last], reading.hidden),
+        features=jnp.where(here, features[rows, last], reading.features),
+    )
+
+
+def begin_rounds(
+    plan: DecodePlan,
+    params: DecodeParams,
+    state: DecodeState,
+    reading: Reading,
+    length: Int[Array, "R"],
+    given: Int[Array, "R"] | None = None,
+) -> DecodeState:
+    """The state behind texts of `length` tokens that have been read: the token behind each of them is drawn, and is the first anchor.
+
+    The last position of a text is told to the drafter here, since it comes with the token behind it.
+
+    Args:
+      given: the token, where it is there already (a request that goes on), and no round is counted for it; -1 where it is to be drawn.
+    """
+    num_rows = state.length.shape[0]
+    rows = jnp.arange(num_rows, dtype=jnp.int32)
+    first = draw_next(params.head.logits(reading.hidden), state.sampling, state.noise)
+    counted = jnp.ones_like(first)
+    if given is not None:
+        counted = (given < 0).astype(jnp.int32)
+        first = jnp.where(given < 0, first, given)
+    drafter_state = reading.drafter_state
+    if plan.drafter is not None:
+        committed = Committed(first[:, None], reading.hidden[:, None], reading.features[:, None], jnp.ones((num_rows,), jnp.int32))
+        drafter_state = plan.drafter.commit(params.drafter, params.draft_head, drafter_state, committed)
+    return dataclasses.replace(
+        state,
+        ids=state.ids.at[rows, length].set(first),
+        length=length + 1,
+        finished=(first[:, None] == state.stop_ids).any(axis=1) | (length + 1 >= state.limit),
+        round=state.round + counted,
+        target_cache=reading.target_cache,
+        drafter_state=drafter_state,
+    )
+
+
 @functools.partial(jax.jit, static_argnums=(0, 4), donate_argnums=2)
 def prefill(plan: DecodePlan, params: DecodeParams, state: DecodeState, num_chunks: Int[Array, ""], chunk: int) -> DecodeState:
     """Run both models over the prompts in `num_chunks` chunks of `chunk` tokens, and draw the first token of every request.
 
     Only the chunk's size is compiled in, so that prompts of any length share one program.
-
-    The last prompt position is committed to the drafter once the token behind it is known.
     """
-    num_rows, num_slots = state.ids.shape
-    rows = jnp.arange(num_rows, dtype=jnp.int32)
-    width = plan.target.spec.width
-    dtype = params.head.embedding.dtype
 
-    def run_chunk(index: Array, carry: tuple) -> tuple:
-        target_cache, drafter_state, last_hidden, last_features = carry
-        start = jnp.full((num_rows,), index * chunk, jnp.int32)
-        place = start[:, None] + jnp.arange(chunk, dtype=jnp.int32)
-        count = jnp.clip(state.prompt_length - start, 0, chunk)
-        ids = state.ids[rows[:, None], jnp.minimum(place, num_slots - 1)]
-        tokens = FlatTokens.grid(ids, start, count)
-        hidden, features, target_cache = plan.target.forward(params.target, target_cache, tokens, plan.taps)
-        hidden, features = hidden.reshape(num_rows, chunk, -1), features.reshape(num_rows, chunk, features.shape[-1])
-        if plan.drafter is not None:
-            committed = Committed(
-                next_ids=state.ids[rows[:, None], jnp.minimum(place + 1, num_slots - 1)],
-                hidden=hidden,
-                features=features,
-                count=jnp.clip(state.prompt_length - 1 - start, 0, chunk),
-            )
-            drafter_state = plan.drafter.commit(params.drafter, params.draft_head, drafter_state, committed)
-        last = state.prompt_length - 1 - start
-        here = ((last >= 0) & (last < chunk))[:, None]
-        last = jnp.clip(last, 0, chunk - 1)
-        last_hidden = jnp.where(here, hidden[rows, last], last_hidden)
-        last_features = jnp.where(here, features[rows, last], last_features)
-        return target_cache, drafter_state, last_hidden, last_features
+    def read(index: Array, reading: Reading) -> Reading:
+        return read_chunk(plan, params, reading, state.ids, state.prompt_length, index, chunk)
 
-    carry = (
-        state.target_cache,
-        state.drafter_state,
-        jnp.zeros((num_rows, width), dtype),
-        jnp.zeros((num_rows, width * len(plan.taps)), dtype),
-    )
-    target_cache, drafter_state, last_hidden, last_features = jax.lax.fori_loop(0, num_chunks, run_chunk, carry)
-
-    noise = Noise.of_round(state.seed, state.request_id, state.round)
-    first = draw_next(params.head.logits(last_hidden), state.sampling, noise)
-    if plan.drafter is not None:
-        committed = Committed(first[:, None], last_hidden[:, None], last_features[:, None], jnp.ones((num_rows,), jnp.int32))
-        drafter_state = plan.drafter.commit(params.drafter, params.draft_head, drafter_state, committed)
-    length = state.prompt_length + 1
-    return dataclasses.replace(
-        state,
-        ids=state.ids.at[rows, state.prompt_length].set(first),
-        length=length,
-        finished=(first[:, None] == state.stop_ids).any(axis=1) | (length >= state.limit),
-        round=state.round + 1,
-        target_cache=target_cache,
-        drafter_state=drafter_state,
-    )
+    nothing = Reading.nothing(plan, params, state.target_cache, state.drafter_state)
+    reading = jax.lax.fori_loop(0, num_chunks, read, nothing)
+    return begin_rounds(plan, params, state, reading, state.prompt_length)

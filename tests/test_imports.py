@@ -28,7 +28,8 @@ LEVELS: tuple[tuple[str, ...], ...] = (
         *("dspark_jax.calibration_identity", "dspark_jax.calibration_online"),
     ),
     (
-        *("dspark_jax.round_stats", "dspark_jax.decode", "dspark_jax.prefill", "dspark_jax.losses", "dspark_jax.readout"),
+        *("dspark_jax.round_stats", "dspark_jax.decode_state", "dspark_jax.decode", "dspark_jax.prefill"),
+        *("dspark_jax.losses", "dspark_jax.readout"),
         *("dspark_jax.anchors", "dspark_jax.checksums", "dspark_jax.data", "dspark_jax.batches"),
         *("dspark_jax.checkpoint", "dspark_jax.exactness", "dspark_jax.model_configs", "dspark_jax.draft_configs", "dspark_jax.weights"),
         *("dspark_jax.gemma_configs", "dspark_jax.chain_configs"),
@@ -36,7 +37,12 @@ LEVELS: tuple[tuple[str, ...], ...] = (
         *("dspark_jax.feature_samples", "dspark_jax.feature_cache", "dspark_jax.feature_writer", "dspark_jax.deepspec_cache"),
     ),
     ("dspark_jax.evaluate",),
-    ("dspark_jax.train", "dspark_jax.sharded_training", "dspark_jax.engine"),
+    (
+        *("dspark_jax.train", "dspark_jax.sharded_training"),
+        *("dspark_jax.engine", "dspark_jax.engine_core", "dspark_jax.engine_config", "dspark_jax.engine_metrics"),
+        *("dspark_jax.engine_requests", "dspark_jax.requests", "dspark_jax.stop_texts", "dspark_jax.round_plans"),
+        *("dspark_jax.slots", "dspark_jax.slot_executor"),
+    ),
     ("experiments", "experiments.*"),
     ("notebooks", "notebooks.*"),
 )

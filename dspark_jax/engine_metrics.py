@@ -1,0 +1,129 @@
+"""What the engine counts: a record per round, and sums since its start, also in the form that Prometheus reads."""
+
+import collections
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from dspark_jax.requests import FINISH_REASONS, Completion
+
+QUANTILES_OF = 1000
+"""Finished requests and rounds that are remembered one by one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundRecord:
+    """One round.
+
+    Attributes:
+      rows, slots: shape of the batch.
+      active: requests that took part.
+      verified: drafts of all of them that were verified.
+      bucket: flat tokens of the target's pass that `active` + `verified` tokens ran in.
+      drafted: whether the drafter ran.
+      emitted: tokens.
+      predicted_seconds: what the cost curve says of it; None without one.
+      seconds: from when the device could begin with it (launch, or the end of the round before) to when its end was seen.
+    """
+
+    rows: int
+    slots: int
+    active: int
+    verified: int
+    bucket: int
+    drafted: bool
+    emitted: int
+    predicted_seconds: float | None
+    seconds: float
+
+
+@dataclasses.dataclass
+class EngineMetrics:
+    """Sums since the start of an engine; seconds on its clock.
+
+    Attributes:
+      submitted, refused: requests; the refused ones never got in.
+      finished: by reason.
+      waiting, reading, decoding: requests that are queued, in prefill, in rounds, at the moment.
+      prefill_tokens, emitted_tokens, verified_tokens, pass_tokens: tokens read, tokens of answers (the first ones counted), drafts
+        verified, and flat tokens of the target's passes, padding included.
+      rounds, empty_rounds: rounds with requests; and launched ones that found everybody finished.
+      recoveries: times that all requests were prefilled again behind an error.
+      host_seconds, waited_seconds: of the host's loop, doing things and waiting for the device.
+      latest: the last rounds.
+      completions: the last finished requests.
+    """
+
+    submitted: int = 0
+    refused: int = 0
+    finished: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(FINISH_REASONS, 0))
+    waiting: int = 0
+    reading: int = 0
+    decoding: int = 0
+    prefill_tokens: int = 0
+    emitted_tokens: int = 0
+    verified_tokens: int = 0
+    pass_tokens: int = 0
+    rounds: int = 0
+    empty_rounds: int = 0
+    recoveries: int = 0
+    host_seconds: float = 0.0
+    waited_seconds: float = 0.0
+    latest: collections.deque[RoundRecord] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=QUANTILES_OF))
+    completions: collections.deque[Completion] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=QUANTILES_OF))
+
+    def add_round(self, record: RoundRecord) -> None:
+        """Count a round; one in which nobody took part is counted apart."""
+        if not record.active:
+            self.empty_rounds += 1
+            return
+        self.rounds += 1
+        self.emitted_tokens += record.emitted
+        self.verified_tokens += record.verified
+        self.pass_tokens += record.bucket
+        self.latest.append(record)
+
+    def add_completion(self, completion: Completion) -> None:
+        """Count a finished request."""
+        self.finished[completion.reason] += 1
+        self.completions.append(completion)
+
+    @property
+    def host_share(self) -> float:
+        """Share of the loop's time in which the host did not wait for the device."""
+        total = self.host_seconds + self.waited_seconds
+        return self.host_seconds / total if total else 0.0
+
+    def counters(self) -> Mapping[str, int | float]:
+        """Everything that only grows, by name; the reasons of finished requests are named `finished_REASON`."""
+        names = ("submitted", "refused", "prefill_tokens", "emitted_tokens", "verified_tokens", "pass_tokens", "rounds", "empty_rounds")
+        sums = {name: getattr(self, name) for name in (*names, "recoveries", "host_seconds", "waited_seconds")}
+        return sums | {f"finished_{reason}": count for reason, count in self.finished.items()}
+
+    def gauges(self) -> Mapping[str, int]:
+        """What goes up and down."""
+        return {name: getattr(self, name) for name in ("waiting", "reading", "decoding")}
+
+
+class PrometheusMetrics:
+    """An engine's metrics as a collector of `prometheus_client` (extra `serve`): register it, and every scrape reads them afresh.
+
+    Counters are called dspark_NAME_total, finished requests dspark_finished_total{reason=...}, gauges dspark_NAME.
+    """
+
+    def __init__(self, metrics: EngineMetrics) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterable[Any]:
+        """What the registry asks for."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        for name, value in self._metrics.counters().items():
+            if not name.startswith("finished_"):
+                yield CounterMetricFamily(f"dspark_{name}", f"Engine: {name.replace('_', ' ')}", value=value)
+        finished = CounterMetricFamily("dspark_finished", "Engine: finished requests by reason", labels=["reason"])
+        for reason, count in self._metrics.finished.items():
+            finished.add_metric([reason], count)
+        yield finished
+        for name, value in self._metrics.gauges().items():
+            yield GaugeMetricFamily(f"dspark_{name}", f"Engine: requests {name}", value=value)
