@@ -7,6 +7,7 @@ it (a drafter may have read the anchor's id, as the token behind the last of the
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from dspark_jax import in_place
 from dspark_jax.decode_state import VERIFIERS, DecodeParams, DecodePlan, DecodeState
 from dspark_jax.protocols import Committed, DraftBlock, Drafter, StatefulPolicy, Verdict, flatten_rounds
 from dspark_jax.round_stats import RoundStats, Tally
@@ -42,7 +44,15 @@ def _empty_block(num_rows: int) -> DraftBlock:
 
 
 def _verify_bucket(
-    plan: DecodePlan, params: DecodeParams, state: DecodeState, block: DraftBlock, lengths: Array, noise: Noise, bucket: int, most: int
+    plan: DecodePlan,
+    params: DecodeParams,
+    state: DecodeState,
+    block: DraftBlock,
+    lengths: Array,
+    noise: Noise,
+    bucket: int,
+    most: int,
+    cache: Any,
 ) -> tuple[Verdict, Array, Array, Any]:
     """The target's pass over `bucket` flat tokens, and the verdict; hidden states and features come back by request.
 
@@ -54,7 +64,7 @@ def _verify_bucket(
     anchor = state.ids[rows, state.length - 1]
     tokens, first = flatten_rounds(anchor, block.ids[:, :most], state.length - 1, lengths, active, bucket)
     with jax.named_scope("target_forward"):
-        hidden, features, cache = plan.target.forward(params.target, state.target_cache, tokens, plan.taps)
+        hidden, features, cache = plan.target.forward(params.target, cache, tokens, plan.taps)
     with jax.named_scope("target_logits"):
         logits = params.head.logits(hidden)
     if plan.block_size == 0:
@@ -66,6 +76,16 @@ def _verify_bucket(
         verdict = VERIFIERS[plan.verifier](logits, tokens.row, first, block, lengths, state.sampling, noise, draft_ids, **backend)
     index = jnp.minimum(first[:, None] + jnp.arange(plan.block_size + 1, dtype=jnp.int32), bucket - 1)
     return verdict, hidden[index], features[index], cache
+
+
+def _replaced(verify: Callable[[Any], tuple], before: tuple) -> tuple:
+    """A pass as a function of what is there before it, of which the cache alone counts."""
+    return verify(before[-1])
+
+
+def _zeros_like(function: Callable[..., Any], *args: Any) -> Any:
+    """Zeros in the shape of what `function(*args)` gives."""
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(function, *args))
 
 
 @struct.dataclass
@@ -110,16 +130,12 @@ def _draft(
         decision = planner.plan(history, active, state.length, state.request_id, state.seed)
         runs, probe = decision.draft_length > 0, decision.probe
 
-        def catch_up(drafter_state: Any, deferred: Committed) -> tuple[Any, Committed, tuple[DraftBlock, Array]]:
-            drafter_state, deferred = _flush(drafter, params, drafter_state, deferred)
+        def catch_up(before: tuple[Any, Committed, Any]) -> tuple[Any, Committed, Any]:
+            drafter_state, deferred = _flush(drafter, params, before[:2])
             return drafter_state, deferred, propose(drafter_state)
 
-        shapes = jax.eval_shape(propose, state.drafter_state)
-
-        def stand_by(drafter_state: Any, deferred: Committed) -> tuple[Any, Committed, tuple[DraftBlock, Array]]:
-            return drafter_state, deferred, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-
-        drafter_state, deferred, (block, survival) = jax.lax.cond(runs, catch_up, stand_by, state.drafter_state, deferred)
+        before = (state.drafter_state, deferred, _zeros_like(propose, state.drafter_state))
+        drafter_state, deferred, (block, survival) = in_place.when(runs, catch_up, before)
         # A block is written as a whole: what is planned beyond whether to draft is left to the policy, which has seen the confidence.
         shown = jnp.where(runs, plan.block_size, 0)
         history = planner.observe(history, survival, shown, active, state.request_id)
@@ -139,14 +155,15 @@ def _draft(
     return _Drafted(block, lengths, probe, runs), state
 
 
-def _flush(drafter: Drafter, params: DecodeParams, drafter_state: Any, deferred: Committed) -> tuple[Any, Committed]:
+def _flush(drafter: Drafter, params: DecodeParams, told: tuple[Any, Committed]) -> tuple[Any, Committed]:
     """Tell the drafter what was deferred, if anything was."""
 
-    def commit(drafter_state: Any) -> Any:
-        return drafter.commit(params.drafter, params.draft_head, drafter_state, deferred)
+    def commit(told: tuple[Any, Committed]) -> tuple[Any, Committed]:
+        drafter_state, deferred = told
+        drafter_state = drafter.commit(params.drafter, params.draft_head, drafter_state, deferred)
+        return drafter_state, dataclasses.replace(deferred, count=jnp.zeros_like(deferred.count))
 
-    drafter_state = jax.lax.cond(jnp.any(deferred.count > 0), commit, lambda same: same, drafter_state)
-    return drafter_state, dataclasses.replace(deferred, count=jnp.zeros_like(deferred.count))
+    return in_place.when(jnp.any(told[1].count > 0), commit, told)
 
 
 def _commit(
@@ -159,10 +176,11 @@ def _commit(
     if plan.planner is None or deferred is None:
         return drafter.commit(params.drafter, params.draft_head, state.drafter_state, committed), deferred
 
-    def at_once(drafter_state: Any, deferred: Committed) -> tuple[Any, Committed]:
-        return drafter.commit(params.drafter, params.draft_head, drafter_state, committed), deferred
+    def at_once(told: tuple[Any, Committed]) -> tuple[Any, Committed]:
+        return drafter.commit(params.drafter, params.draft_head, told[0], committed), told[1]
 
-    def later(drafter_state: Any, deferred: Committed) -> tuple[Any, Committed]:
+    def later(told: tuple[Any, Committed]) -> tuple[Any, Committed]:
+        drafter_state, deferred = told
         rows = jnp.arange(deferred.count.shape[0], dtype=jnp.int32)
         place = jnp.where(committed.count > 0, deferred.count, plan.block_size + 1)
 
@@ -176,9 +194,9 @@ def _commit(
             count=deferred.count + committed.count,
         )
         full = jnp.any(deferred.count > plan.block_size)
-        return jax.lax.cond(full, functools.partial(_flush, drafter, params), lambda *same: same, drafter_state, deferred)
+        return in_place.when(full, functools.partial(_flush, drafter, params), (drafter_state, deferred))
 
-    return jax.lax.cond(runs, at_once, later, state.drafter_state, deferred)
+    return in_place.switch(runs.astype(jnp.int32), (later, at_once), (state.drafter_state, deferred))
 
 
 def decode_round(plan: DecodePlan, params: DecodeParams, state: DecodeState, bucket: int | None = None) -> tuple[DecodeState, RoundStats]:
@@ -205,10 +223,9 @@ def decode_round(plan: DecodePlan, params: DecodeParams, state: DecodeState, buc
         sizes.append((num_rows, 0))
         choice = jnp.where(drafted.runs, choice, len(buckets)).astype(jnp.int32)
     verify = functools.partial(_verify_bucket, plan, params, state, block, lengths, noise)
-    if len(sizes) == 1:
-        verdict, hidden, features, cache = verify(*sizes[0])
-    else:
-        verdict, hidden, features, cache = jax.lax.switch(choice, [functools.partial(verify, *each) for each in sizes])
+    passes = [functools.partial(_replaced, functools.partial(verify, *each)) for each in sizes]
+    nothing = _zeros_like(functools.partial(verify, *sizes[0]), state.target_cache)
+    verdict, hidden, features, cache = in_place.switch(choice, passes, (*nothing[:-1], state.target_cache))
 
     place = jnp.arange(plan.block_size + 1, dtype=jnp.int32)
     chain = jnp.concatenate([block.ids, jnp.zeros((num_rows, 1), jnp.int32)], axis=1)

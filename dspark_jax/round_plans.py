@@ -49,6 +49,7 @@ def round_plans(
     policy: Policy | Callable[[int], Policy] | None = None,
     curve: Curves | None = None,
     undrafted: Curves | None = None,
+    ladder: Callable[[int], tuple[int, ...]] | None = None,
     survival: SurvivalModel | None = None,
     continuation: tuple[float, ...] | None = None,
     **options: Any,
@@ -59,8 +60,9 @@ def round_plans(
       drafter: None for plain decoding.
       policy: how many drafts are verified, one for all or from the number of rows; None: `default_schedule` on the curves, with its
         planner, from `continuation`.
-      curve, undrafted: cost of a round with and without drafts, one for all or by the number of rows. Without any, buckets of 1, 2, 4
-        and 1 + G tokens per row are used.
+      curve, undrafted: cost of a round with and without drafts, one for all or by the number of rows.
+      ladder: from the number of rows to the buckets of flat tokens; None: those of the curve that are worth running in, and without one
+        1, 2, 4 and 1 + G tokens per row.
       options: further fields of `DecodePlan`.
 
     Raises:
@@ -73,7 +75,10 @@ def round_plans(
             plans[rows] = RoundPlan(DecodePlan(target, **options), (rows,), own, plain)
             continue
         most = rows * (drafter.block_size + 1)
-        ladder = _ladder(rows, most) if own is None else _ladder_of(own, rows, most)
+        if ladder is not None:
+            buckets = ladder(rows)
+        else:
+            buckets = _ladder(rows, most) if own is None else _ladder_of(own, rows, most)
         planner = None
         if policy is None:
             if own is None or continuation is None:
@@ -82,8 +87,8 @@ def round_plans(
             scheduled, planner = default_schedule(own, continuation, rows, plain)
         else:
             scheduled = policy(rows) if callable(policy) else policy
-        plan = DecodePlan(target, drafter, scheduled, survival, ladder, planner=planner, **options)
-        plans[rows] = RoundPlan(plan, ladder, own, plain)
+        plan = DecodePlan(target, drafter, scheduled, survival, buckets, planner=planner, **options)
+        plans[rows] = RoundPlan(plan, plan.buckets(rows), own, plain)
     return plans
 
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from dspark_jax import in_place
 from dspark_jax.decode import DecodeParams, DecodePlan, DecodeState, decode_round
 from dspark_jax.decode_state import OwnNoise
 from dspark_jax.draft_planning import NOBODY, DraftHistory
@@ -190,13 +191,9 @@ class DeviceSlots:
     def _round(self, params: DecodeParams, state: DecodeState, release: Array, rows: int) -> tuple[DecodeState, RoundStats]:
         state = dataclasses.replace(state, finished=state.finished | release, request_id=jnp.where(release, EMPTY, state.request_id))
         run = functools.partial(decode_round, self.plans[rows], params)
-        shapes = jax.eval_shape(run, state)[1]
-
-        def rest(state: DecodeState) -> tuple[DecodeState, RoundStats]:
-            return state, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-
+        stats = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(run, state)[1])
         # Rounds are launched before it is known whether the last request has ended.
-        return jax.lax.cond(jnp.all(state.finished), rest, run, state)
+        return in_place.when(~jnp.all(state.finished), lambda before: run(before[0]), (state, stats))
 
     def _compile(self, name: str, function: Callable[..., Any], *args: Any, donate: tuple[int, ...] = (), out: Any = None) -> Any:
         options: dict[str, Any] = {} if self.mesh is None else {"out_shardings": jax.tree.map(self._sharding, out)}

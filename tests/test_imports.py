@@ -15,7 +15,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("dspark_jax", "dspark_jax.typing", "dspark_jax.sharding"),
     (
         *("dspark_jax.layers", "dspark_jax.kv_cache", "dspark_jax.sampling", "dspark_jax.tokenizers"),
-        *("dspark_jax.moe", "dspark_jax.hyper_connections"),
+        *("dspark_jax.in_place", "dspark_jax.moe", "dspark_jax.hyper_connections"),
         *("dspark_jax.model_files", "dspark_jax.tensor_files", "dspark_jax.gguf_files"),
     ),
     ("dspark_jax.protocols",),

@@ -6,10 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from dspark_jax.calibrate import RawSurvival
 from dspark_jax.decode import DecodeParams, DecodePlan, answers, generate
 from dspark_jax.drafters.dspark import DSparkConfig, DSparkDrafter
+from dspark_jax.engine import Engine, EngineConfig
 from dspark_jax.prefill import start
 from dspark_jax.sampling import Sampling
 from dspark_jax.schedule import FixedLength
@@ -80,6 +82,31 @@ def test_a_mesh_of_eight_devices_writes_the_tokens_of_one(one_device, sizes, by_
         assert len(devices) == 8
     accepted = np.asarray(tally.accepted).sum(1)
     assert accepted[1] > 0 and accepted[3] > 0
+
+
+def test_the_engine_over_a_mesh_writes_them_too(one_device):
+    """[B2] [B3] Rows of the batch over data and fsdp, heads and vocabulary over tensor; requests come one after another."""
+    _, target_params, drafter_params, alone, _ = one_device
+    mesh = make_mesh(data=2, fsdp=2, tensor=2)
+    placed = (
+        jax.device_put(params, parameter_shardings(mesh, model)) for model, params in ((TARGET, target_params), (DRAFTER, drafter_params))
+    )
+    engine = Engine(
+        TARGET,
+        DRAFTER,
+        DecodeParams.of(TARGET, *placed),
+        policy=FixedLength(2),
+        survival=RawSurvival(),
+        config=EngineConfig(row_ladder=(4,), slot_ladder=(24,), prefill_chunk=4, seed=3),
+        mesh=mesh,
+    )
+    handles = []
+    for prompt, budget, temperature, top_k in zip(PROMPTS, BUDGETS, [0.0, 4.0, 1.0, 4.0], [0, 0, 12, 0], strict=True):
+        handles.append(engine.submit(prompt, max_new_tokens=budget, temperature=temperature, top_k=top_k, stop_ids=(40,)))
+        engine.step()
+    assert [list(handle.result().ids) for handle in handles] == answers(alone)
+    caches = [leaf for leaf in jax.tree.leaves(engine._executor._state) if leaf.ndim == 4]
+    assert caches and all(leaf.sharding.spec == PartitionSpec(("data", "fsdp"), "tensor") for leaf in caches)
 
 
 def test_the_one_device_answers_are_complete(one_device):
