@@ -122,8 +122,9 @@ def save_checkpoint(
 
 
 def saved_steps(folder: Path | str) -> list[int]:
-    """Steps with a finished checkpoint, ascending; empty where the folder is not there."""
-    if not Path(folder).is_dir():
+    """Steps with a finished checkpoint, ascending; empty where the folder is not there. Every host of a run calls it."""
+    # A host that came late would find the folder that another one has just made, and wait for it in Orbax where nobody is.
+    if not multihost_utils.process_allgather(np.asarray(Path(folder).is_dir())).all():
         return []
     with _manager(folder, None) as manager:
         return sorted(manager.all_steps())

@@ -21,7 +21,7 @@ from dspark_jax.calibration_identity import drafter_fingerprint
 from dspark_jax.checksums import checksums
 from dspark_jax.data import ChatTemplate
 from dspark_jax.protocols import Target, TrainBatch
-from dspark_jax.typing import Bool, Float, Int, Params, typed
+from dspark_jax.typing import Array, Bool, Float, Int, Params, typed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,13 +121,16 @@ class FeatureStore(Protocol):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FeatureBatch:
-    """Samples of one batch, with zeros where there is no token. `segment` is that of `TokenBatch`: None where rows are not packed."""
+    """Samples of one batch, with zeros where there is no token. `segment` is that of `TokenBatch`: None where rows are not packed.
 
-    ids: Int[np.ndarray, "B S"]
-    loss_mask: Bool[np.ndarray, "B S"]
-    features: Float[np.ndarray, "B S F"]
-    last_hidden: Float[np.ndarray, "B S D"]
-    segment: Int[np.ndarray, "B S"] | None = None
+    Arrays of the host, or of devices once they are there.
+    """
+
+    ids: Int[np.ndarray | Array, "B S"]
+    loss_mask: Bool[np.ndarray | Array, "B S"]
+    features: Float[np.ndarray | Array, "B S F"]
+    last_hidden: Float[np.ndarray | Array, "B S D"]
+    segment: Int[np.ndarray | Array, "B S"] | None = None
 
 
 def _placed(samples: Sequence[FeatureSample], spans: Sequence[tuple[int, int, int]], shape: tuple[int, int]) -> FeatureBatch:

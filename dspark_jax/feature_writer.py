@@ -144,10 +144,11 @@ def _read(
     nothing = jnp.zeros((ids.shape[0], 1), jnp.int32)
     batch = read_batch(target, target_params, taps, ids, jnp.ones(ids.shape, bool), nothing, nothing == 0)
     features = batch.features.reshape(*ids.shape, len(taps), -1)
-    return _stored("features", features, features_dtype) | _stored("last_hidden", batch.last_hidden, hidden_dtype)
+    return stored("features", features, features_dtype) | stored("last_hidden", batch.last_hidden, hidden_dtype)
 
 
-def _stored(name: str, values: Array, dtype: str) -> dict[str, Array]:
+def stored(name: str, values: Array, dtype: str) -> dict[str, Array]:
+    """Hidden states as a record has them: in a dtype of `DTYPES`, those of float8 with a scale for all along the last axis."""
     if dtype != SCALED:
         return {name: values.astype(DTYPES[dtype])}
     values = values.astype(jnp.float32)
@@ -316,4 +317,4 @@ def _describe(folder: Path, plan: CachePlan, size: int) -> None:
     )
 
 
-__all__ = ["CacheConfig", "CachePlan", "plan_cache", "write_feature_cache"]
+__all__ = ["CacheConfig", "CachePlan", "plan_cache", "stored", "write_feature_cache"]

@@ -14,9 +14,10 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PRNGKeyArray
 
 from dspark_jax.anchors import read_batch, sample_anchors
+from dspark_jax.feature_samples import FeatureBatch, anchored_batch
 from dspark_jax.protocols import FlatTokens, Sites, Target, TargetHead, TrainBatch
 from dspark_jax.sharding import gather_parameters, parameter_shardings, place, replicated
-from dspark_jax.train import TrainConfig, TrainState, init_train_state, train_step
+from dspark_jax.train import TrainConfig, TrainState, init_train_state, train_step, train_step_on_features
 from dspark_jax.typing import Array, Params
 
 
@@ -104,6 +105,9 @@ class _GatheringDrafter(_Gathering):
 Step = Callable[..., tuple[TrainState, dict[str, Array]]]
 """(state, target parameters, ids, loss mask, draft ids, segment) to the next state and metrics, as `train.train_step` has them."""
 
+_Advance = tuple[TrainState, dict[str, Array], Callable[[], TrainBatch]]
+"""The next state, metrics, and what gives the batch of the first micro-batch."""
+
 
 def sharded_train_step(mesh: Mesh, target: Target, drafter: Any, config: TrainConfig) -> Step:
     """`train.train_step`, compiled for states of `train_state_shardings`; metrics come out on every device.
@@ -112,28 +116,74 @@ def sharded_train_step(mesh: Mesh, target: Target, drafter: Any, config: TrainCo
     """
     reading: Any = _GatheringTarget(target, mesh)
     drafting: Any = _GatheringDrafter(drafter, mesh)
-    balances = getattr(getattr(drafter, "config", None), "experts", None) is not None and config.trainable == "all"
 
-    def over_the_mesh(*args: Any) -> tuple[TrainState, dict[str, Array]]:
-        # `sharding.constrain` splits activations over the mesh that is set.
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            return step(*args)
-
-    def step(
-        state: TrainState, target_params: Params, ids: Array, loss_mask: Array, draft_ids: Array | None = None, segment: Array | None = None
-    ) -> tuple[TrainState, dict[str, Array]]:
-        following, metrics = train_step(reading, drafting, config, state, target_params, ids, loss_mask, draft_ids, segment)
-        if balances:
+    def advance(
+        state: TrainState, target_params: Params, ids: Array, loss_mask: Array, draft_ids: Array | None, segment: Array | None
+    ) -> _Advance:
+        def first_part() -> TrainBatch:
             rng = jax.random.fold_in(state.rng, state.step)
             rows = (ids, loss_mask, *sample_anchors(rng, loss_mask, config.num_anchors, segment), segment)
-            rows = jax.tree.map(lambda x: x[:: config.micro_batches], rows)
-            batch = read_batch(reading, target_params, drafter.taps, *rows)
-            head = reading.head(target_params).restrict(draft_ids)
-            following = following.replace(params=drafting.rebalanced(following.params, head, batch))
-        return following, metrics
+            return read_batch(reading, target_params, drafter.taps, *_first_part(rows, config))
+
+        return *train_step(reading, drafting, config, state, target_params, ids, loss_mask, draft_ids, segment), first_part
+
+    return _over_the_mesh(mesh, reading, drafting, config, advance)
+
+
+def sharded_train_step_on_features(mesh: Mesh, target: Target, drafter: Any, config: TrainConfig) -> Step:
+    """`sharded_train_step` that takes two more arguments, features and last hidden states of the texts, of which the target reads none.
+
+    Anchors are those that the online step would draw. Of the target's parameters only the head's are used.
+    """
+    reading: Any = _GatheringTarget(target, mesh)
+    drafting: Any = _GatheringDrafter(drafter, mesh)
+
+    def advance(
+        state: TrainState,
+        target_params: Params,
+        ids: Array,
+        loss_mask: Array,
+        draft_ids: Array | None,
+        segment: Array | None,
+        features: Array,
+        last_hidden: Array,
+    ) -> _Advance:
+        head, rng = reading.head(target_params), jax.random.fold_in(state.rng, state.step)
+        stored = FeatureBatch(ids, loss_mask, features, last_hidden, segment)
+        batch = anchored_batch(stored, rng, config.num_anchors, head.embedding.dtype)
+        return *train_step_on_features(drafting, config, state, head, batch, draft_ids), lambda: _first_part(batch, config)
+
+    return _over_the_mesh(mesh, reading, drafting, config, advance)
+
+
+def _first_part(tree: Any, config: TrainConfig) -> Any:
+    return jax.tree.map(lambda x: x[:: config.micro_batches], tree)
+
+
+def _over_the_mesh(mesh: Mesh, reading: Any, drafting: Any, config: TrainConfig, advance: Callable[..., _Advance]) -> Step:
+    """A compiled step, with experts rebalanced where the drafter has any."""
+    drafter = drafting.model
+    balances = getattr(getattr(drafter, "config", None), "experts", None) is not None and config.trainable == "all"
+
+    def step(
+        state: TrainState,
+        target_params: Params,
+        ids: Array,
+        loss_mask: Array,
+        draft_ids: Array | None = None,
+        segment: Array | None = None,
+        *features: Array,
+    ) -> tuple[TrainState, dict[str, Array]]:
+        # `sharding.constrain` splits activations over the mesh that is set.
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            following, metrics, first_part = advance(state, target_params, ids, loss_mask, draft_ids, segment, *features)
+            if balances:
+                head = reading.head(target_params).restrict(draft_ids)
+                following = dataclasses.replace(following, params=drafting.rebalanced(following.params, head, first_part()))
+            return following, metrics
 
     out = (train_state_shardings(mesh, drafter, config), replicated(mesh))
-    return jax.jit(over_the_mesh, donate_argnums=0, out_shardings=out)
+    return jax.jit(step, donate_argnums=0, out_shardings=out)
 
 
-__all__ = ["Step", "sharded_train_state", "sharded_train_step", "train_state_shardings"]
+__all__ = ["Step", "sharded_train_state", "sharded_train_step", "sharded_train_step_on_features", "train_state_shardings"]

@@ -17,6 +17,7 @@ from experiments.presets import PRESETS
 from experiments.recalibrate import recalibrate
 from experiments.release_drafter import Release, ReleaseFiles, release_drafter
 from experiments.train_drafter import train
+from experiments.write_feature_cache import WriteFeatureCache, write_features
 from experiments.write_texts import WriteTexts, summary, write_texts
 
 
@@ -34,6 +35,7 @@ def train_command(
     compute_dtype: Literal["float32", "bfloat16"] | None = None,
     lengths: tuple[int, ...] | None = None,
     packed: bool | None = None,
+    features: Path | None = None,
     algorithm: Literal["adamw", "muon"] | None = None,
     seed: int | None = None,
     multi_host: bool = False,
@@ -47,6 +49,7 @@ def train_command(
       mesh: devices along data x fsdp x tensor.
       lengths: tokens that texts may be padded to, ascending.
       packed: put as many texts as fit into a row of the one length.
+      features: folder of a cache that the command `cache` wrote for the same target, taps and texts; the target then reads none of them.
       algorithm: of the optimizer.
       measure_every: decode held-out prompts after every so many steps.
       multi_host: this is one of several hosts that execute the same command, on a TPU pod or under SLURM, where they find each other.
@@ -68,6 +71,7 @@ def train_command(
         "mesh": mesh,
         "lengths": lengths,
         "packed": packed,
+        "features": features,
         "seed": seed,
     }
     of_step = {"micro_batches": micro_batches, "compute_dtype": compute_dtype}
@@ -75,6 +79,12 @@ def train_command(
     if algorithm is not None:
         step = dataclasses.replace(step, optimizer=dataclasses.replace(step.optimizer, algorithm=algorithm))
     train(dataclasses.replace(run, train=step, **{name: value for name, value in of_run.items() if value is not None}))
+
+
+def cache_command(config: Annotated[WriteFeatureCache, tyro.conf.OmitArgPrefixes]) -> None:
+    """Let the target read the training texts of a preset once and store its features, for `train --features`."""
+    manifest = write_features(config)
+    print(f"{config.out}: {sum(manifest.shard_lengths)} texts; train on them with --features {config.out}")
 
 
 def add_confidence_command(options: Annotated[AddConfidence, tyro.conf.OmitArgPrefixes]) -> None:
@@ -129,6 +139,7 @@ def main() -> int:
     """Read the command line; bad input ends with a line that says what is wrong."""
     commands = {
         "texts": texts_command,
+        "cache": cache_command,
         "train": train_command,
         "add-confidence": add_confidence_command,
         "plot": plot_command,

@@ -22,20 +22,21 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from rich.console import Console
 
-from dspark_jax.batches import TokenBatch, TokenBatches
+from dspark_jax.batches import TokenBatches
 from dspark_jax.calibration_identity import drafter_fingerprint
 from dspark_jax.checkpoint import CheckpointWriter, restore_checkpoint
 from dspark_jax.data import TokenSequences, load_token_sequences
 from dspark_jax.decode import DecodeParams
 from dspark_jax.drafters.dspark import DSparkDrafter
 from dspark_jax.protocols import Target
-from dspark_jax.sharded_training import sharded_train_state, sharded_train_step
+from dspark_jax.sharded_training import sharded_train_state, sharded_train_step, sharded_train_step_on_features
 from dspark_jax.sharding import batch_share, global_batch, make_mesh, on_every_host, place, replicated
 from dspark_jax.train import TrainConfig, TrainState, require_finite
 from dspark_jax.typing import Params
 from dspark_jax.weights import LoadedDrafter, load_target, save_drafter
 from experiments.held_out import TEMPERATURES, estimate, held_out_texts, measured_accepted_length, spread
 from experiments.stop_signals import StopSignals
+from experiments.stored_features import feature_rows, features_origin, open_features, stored_as, text_rows, training_texts
 from experiments.training_costs import StepCosts
 from experiments.training_log import TrainingLog
 
@@ -53,6 +54,8 @@ class TrainRun:
       batch_size: sequences a step, over all hosts.
       lengths: sequence lengths that a batch may be padded to, ascending.
       packed: several sequences in a row of the one length, as many as fit; `batch_size` then counts rows.
+      features: folder of a cache of this target's features of these texts (`write_feature_cache`); None where the target reads the
+        texts in the step itself. Held-out texts are always read by the target.
       stop_step: end here although the schedule goes on; None for the schedule's end.
       held_out_steps: evaluate on held-out texts after these many steps (and at the end).
       held_out_sequences: number of held-out texts (all, where there are fewer), spread evenly over the domains. One half was written at
@@ -75,6 +78,7 @@ class TrainRun:
     batch_size: int = 64
     lengths: tuple[int, ...] = (512,)
     packed: bool = False
+    features: Path | None = None
     stop_step: int | None = None
     held_out_steps: tuple[int, ...] = ()
     held_out_sequences: int = 64
@@ -93,8 +97,9 @@ class TrainRun:
                 raise ValueError(f"{name} is {getattr(self, name)}; at least {lowest} is needed")
 
 
-FREE = ("out", "stop_step", "held_out_steps", "measure_every", "measure_prompts", "measure_tokens", "checkpoint_every", "keep", "mesh")
-"""Fields that may change from one start of a run to the next; the others are in `config.json`."""
+MEASURED = ("held_out_steps", "measure_every", "measure_prompts", "measure_tokens")
+FREE = (*MEASURED, "out", "features", "stop_step", "checkpoint_every", "keep", "mesh")
+"""Fields that may change from one start of a run to the next; the others are in `config.json`, with what a cache of features holds."""
 
 
 def as_json(value: Any) -> Any:
@@ -155,9 +160,9 @@ class _Models:
         return record
 
 
-def _over_hosts(stop: str | None, batch: TokenBatch, num_shares: int) -> tuple[bool, int]:
+def _over_hosts(stop: str | None, own_ids: np.ndarray, num_shares: int) -> tuple[bool, int]:
     """What all hosts must see alike: whether any of them is to stop, and the tokens of the whole batch."""
-    told = multihost_utils.process_allgather(np.asarray([stop is not None, (batch.ids != 0).sum()], np.int32)).reshape(-1, 2)
+    told = multihost_utils.process_allgather(np.asarray([stop is not None, (own_ids != 0).sum()], np.int32)).reshape(-1, 2)
     # Hosts that differ along the tensor axis alone have read the same rows.
     return bool(told[:, 0].any()), int(told[:, 1].sum()) * num_shares // len(told)
 
@@ -172,10 +177,13 @@ def _require_finite(metrics: Mapping[str, Any], step: int, stream: TokenBatches,
 def _configuration(run: TrainRun, given: LoadedDrafter | None) -> dict[str, Any]:
     """What a run that is started again must have in common with the run that it goes on with."""
     config = {name: value for name, value in as_json(run).items() if name not in FREE}
+    if run.features is not None:
+        config["features"] = as_json(stored_as(run.features))
     return config if given is None else config | {"given": drafter_fingerprint(given.drafter, given.params, given.draft_ids)}
 
 
 def _write_once(file: Path, config: Mapping[str, Any]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
     if jax.process_index() == 0 and not file.exists():
         unfinished = file.with_suffix(".unfinished")
         unfinished.write_text(json.dumps(config, indent=1) + "\n")
@@ -189,12 +197,12 @@ def train(run: TrainRun, console: Console | None = None, given: LoadedDrafter | 
       given: the drafter to go on from, written in the dtype that it came in; None for a DSpark with random parameters.
 
     Raises:
-      ValueError: the folder holds a run with another configuration, or a field of `run` does not fit the data, the target or the devices.
+      ValueError: the folder holds a run with another configuration, a field of `run` does not fit the data, the target or the devices, or
+        the features that it names were made from something else.
       FloatingPointError: the loss is no longer a number; names the texts of the batch.
     """
     first_host = jax.process_index() == 0
     console = console or Console(quiet=not first_host)
-    run.out.mkdir(parents=True, exist_ok=True)
     config, config_file = _configuration(run, given), run.out / "config.json"
     if config_file.exists() and json.loads(config_file.read_text()) != config:
         raise ValueError(f"out is {run.out}; it holds a run with another configuration: choose another folder or remove it")
@@ -206,8 +214,12 @@ def train(run: TrainRun, console: Console | None = None, given: LoadedDrafter | 
         texts = load_token_sequences(run.data, target.spec.vocab_size)
         models = _Models(target, target_params, drafter, draft_ids, held_out_texts(texts, run.held_out_sequences))
         share, num_shares = batch_share(mesh, run.batch_size)
-        training = texts.select(texts.heldout == 0)
-        stream = TokenBatches(training, run.batch_size, run.lengths, run.seed, shard_index=share, shard_count=num_shares, packed=run.packed)
+        stream = TokenBatches(
+            training_texts(texts), run.batch_size, run.lengths, run.seed, shard_index=share, shard_count=num_shares, packed=run.packed
+        )
+        cache = None
+        if run.features is not None:
+            cache = open_features(run.features, features_origin(run.target, target, target_params, tuple(drafter.taps)), stream)
         # Only a run that can start leaves its configuration behind.
         _write_once(config_file, config)
 
@@ -220,26 +232,27 @@ def train(run: TrainRun, console: Console | None = None, given: LoadedDrafter | 
         step = int(state.step)
         last = min(run.stop_step or run.train.optimizer.total_steps, run.train.optimizer.total_steps)
         console.print(f"mesh data x fsdp x tensor: {' x '.join(map(str, mesh.devices.shape))} of {jax.device_count()} devices")
-        take_step = sharded_train_step(mesh, target, drafter, run.train)
-        costs = StepCosts(mesh, target, drafter, run.train, run.batch_size, draft_ids)
+        compiled = sharded_train_step if cache is None else sharded_train_step_on_features
+        take_step = compiled(mesh, target, drafter, run.train)
+        costs = StepCosts(mesh, target, drafter, run.train, run.batch_size, draft_ids, online=cache is None)
         stopping = False
         with (
             CheckpointWriter(run.out / "checkpoints", run.keep) as writer,
             TrainingLog(run.out, console, step, last, writes=first_host) as log,
         ):
-            batches = stream.stream(position)
+            batches = text_rows(stream.stream(position)) if cache is None else feature_rows(stream.stream(position), cache)
             while step < last and not stopping:
                 before = position
-                batch, position = next(batches)
+                rows, position = next(batches)
                 begin = time.perf_counter()
-                ids, loss_mask, segment = global_batch(mesh, run.batch_size, (batch.ids, batch.loss_mask, batch.segment))
-                state, metrics = take_step(state, target_params, ids, loss_mask, draft_ids, segment)
+                ids, loss_mask, segment, *features = global_batch(mesh, run.batch_size, rows)
+                state, metrics = take_step(state, target_params, ids, loss_mask, draft_ids, segment, *features)
                 metrics = jax.device_get(metrics)
                 seconds = time.perf_counter() - begin
                 step += 1
                 _require_finite(metrics, step, stream, before)
-                stopping, tokens = _over_hosts(signals.received, batch, num_shares)
-                log.step(step, metrics | costs.of(seconds, tokens, batch.ids.shape[1]))
+                stopping, tokens = _over_hosts(signals.received, rows[0], num_shares)
+                log.step(step, metrics | costs.of(seconds, tokens, ids.shape[1]))
                 if step % run.checkpoint_every == 0 or step == last or stopping:
                     writer.save(step, state, position, config, calibration)
                 measure = run.measure_every > 0 and (step % run.measure_every == 0 or step == last)

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from dspark_jax.anchors import read_batch
 from dspark_jax.losses import draft_loss
+from dspark_jax.protocols import TrainBatch
 from dspark_jax.train import TrainConfig
 from dspark_jax.typing import Params
 from experiments.drafter_costs import work_of
@@ -39,10 +40,12 @@ def peak_flops(device: Any) -> float | None:
 class StepCosts:
     """Speed, utilisation and memory of the steps of a run; operations are counted once for every length of its batches."""
 
-    def __init__(self, mesh: Mesh, target: Any, drafter: Any, config: TrainConfig, batch_size: int, draft_ids: Any = None):
+    def __init__(
+        self, mesh: Mesh, target: Any, drafter: Any, config: TrainConfig, batch_size: int, draft_ids: Any = None, online: bool = True
+    ):
         peak = peak_flops(mesh.devices.flat[0])
         self._peak = None if peak is None else peak * mesh.size
-        self._flops = functools.cache(lambda length: step_flops(target, drafter, config, batch_size, length, draft_ids))
+        self._flops = functools.cache(lambda length: step_flops(target, drafter, config, batch_size, length, draft_ids, online))
 
     def of(self, seconds: float, tokens: int, length: int) -> dict[str, Any]:
         """Numbers of one step, over all devices.
@@ -68,18 +71,26 @@ class StepCosts:
         }
 
 
-def step_flops(target: Any, drafter: Any, config: TrainConfig, batch_size: int, length: int, draft_ids: Any = None) -> int:
+def step_flops(
+    target: Any, drafter: Any, config: TrainConfig, batch_size: int, length: int, draft_ids: Any = None, online: bool = True
+) -> int:
     """Floating-point operations in the matrix products of one step on `batch_size` texts of `length` tokens, over all devices.
 
     Counted in the traced program, by `drafter_costs.work_of`: the target's forward pass (some 2 x its parameters per token), the
     drafter's forward and backward (some 6 x), attention, and both heads over the vocabulary at every prediction site. Padding and
     places without an anchor count like the rest, so that a utilisation made from it is that of the device, not of the data.
+
+    Args:
+      online: the target reads the texts in the step; where their features are stored it has no part in it but its head.
     """
     rows = batch_size // config.micro_batches
     shape, anchors = (rows, length), (rows, config.num_anchors)
 
-    def part(params: Params, target_params: Params, ids: Any, loss_mask: Any, anchors: Any, keep: Any, ids_of_drafts: Any) -> Any:
-        batch = read_batch(target, target_params, drafter.taps, ids, loss_mask, anchors, keep)
+    def part(params: Params, target_params: Params, ids_of_drafts: Any, rows: tuple[Any, ...], said: tuple[Any, ...]) -> Any:
+        if online:
+            batch = read_batch(target, target_params, drafter.taps, *rows)
+        else:
+            batch = TrainBatch(*rows[:2], *said, *rows[2:])
         head = target.head(target_params)
         moving = params if config.trainable == "all" else {config.trainable: params[config.trainable]}
 
@@ -88,9 +99,11 @@ def step_flops(target: Any, drafter: Any, config: TrainConfig, batch_size: int, 
 
         return jax.grad(loss)(moving)
 
-    abstract = [(shape, jnp.int32), (shape, jnp.bool_), (anchors, jnp.int32), (anchors, jnp.bool_)]
-    arrays = [jax.ShapeDtypeStruct(*each) for each in abstract]
-    return config.micro_batches * work_of(part, drafter.abstract_params(), target.abstract_params(), *arrays, draft_ids).flops
+    width = target.spec.width
+    texts = ((shape, jnp.int32), (shape, jnp.bool_), (anchors, jnp.int32), (anchors, jnp.bool_))
+    stored = ((*shape, width * len(drafter.taps)), jnp.float32), ((*shape, width), jnp.float32)
+    batch = (tuple(jax.ShapeDtypeStruct(*each) for each in arrays) for arrays in (texts, () if online else stored))
+    return config.micro_batches * work_of(part, drafter.abstract_params(), target.abstract_params(), draft_ids, *batch).flops
 
 
 def memory_bytes() -> tuple[str, int]:

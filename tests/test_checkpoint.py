@@ -107,6 +107,13 @@ def test_a_step_that_was_being_written_when_the_run_died_does_not_count(tmp_path
     assert restored(tmp_path, STATE).step == 1
 
 
+def test_a_host_that_comes_late_does_not_find_the_folder_that_another_has_just_made(tmp_path, monkeypatch):
+    """Hosts that went different ways here would wait for each other in different places."""
+    save_checkpoint(tmp_path, 1, STATE, {}, {})
+    monkeypatch.setattr("dspark_jax.checkpoint.multihost_utils.process_allgather", lambda found: np.asarray([found, False]))
+    assert saved_steps(tmp_path) == [] and restore_checkpoint(tmp_path, STATE) is None
+
+
 def test_where_nothing_was_saved_there_is_nothing_to_resume(tmp_path):
     assert restore_checkpoint(tmp_path / "absent", STATE) is None
     assert restore_checkpoint(tmp_path, STATE) is None

@@ -1,10 +1,8 @@
-"""A cache of features holds what the target says, survives interruption, refuses other uses, and trains as the target itself does."""
+"""A cache of features holds what the target says, refuses other uses, and trains as the target itself does."""
 
 import dataclasses
-import io
 import json
 import shutil
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -12,16 +10,12 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from rich.console import Console
 
-from dspark_jax import feature_writer
 from dspark_jax.anchors import read_batch, sample_anchors
 from dspark_jax.batches import TokenBatches
-from dspark_jax.data import TokenSequences, chatml_template, offsets_from_lengths, qwen_template
-from dspark_jax.feature_cache import FeatureCache, cache_bytes, num_records
+from dspark_jax.data import chatml_template, qwen_template
+from dspark_jax.feature_cache import FeatureCache, num_records
 from dspark_jax.feature_samples import (
-    FeatureOrigin,
-    FeatureSample,
     FeatureStore,
     anchored_batch,
     features_of,
@@ -29,23 +23,21 @@ from dspark_jax.feature_samples import (
     target_fingerprint,
     template_fingerprint,
 )
-from dspark_jax.feature_writer import CacheConfig, plan_cache, write_feature_cache
 from dspark_jax.losses import DraftLossConfig
 from dspark_jax.sharding import make_mesh
-from dspark_jax.targets.dense import DenseConfig, DenseTarget
+from dspark_jax.targets.dense import DenseTarget
 from dspark_jax.train import OptimizerConfig, TrainConfig, init_train_state, train_step, train_step_on_features
 from tests.linear_drafter import LinearDrafter
+from tests.tiny_features import CONFIG, HALF, KEPT, ORIGIN, QUARTER, TARGET, fourteen_texts, write
+from tests.training_host import quick_compilation
 
 pytest.importorskip("tensorflow_datasets", reason="needs the extra `data`")
 
-TARGET = DenseTarget(DenseConfig(61, 16, 24, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8))
-ORIGIN = FeatureOrigin(target="tiny", taps=(-1, 0), hidden_size=16, template="chatml")
-CONFIG = CacheConfig(lengths=(12, 24), batch_size=3, min_loss_tokens=4, features_dtype="float32", hidden_dtype="float32")
-QUIET = Console(quiet=True)
-# Shards of some three texts, so that twelve texts fill several.
-SMALL = dataclasses.replace(CONFIG, shard_bytes=9000)
-HALF = dataclasses.replace(SMALL, lengths=(24,), features_dtype="bfloat16", hidden_dtype="bfloat16")
-QUARTER = dataclasses.replace(SMALL, lengths=(24,), features_dtype="float8_e4m3fn", hidden_dtype="float8_e4m3fn")
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_quickly():
+    with quick_compilation():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -55,43 +47,12 @@ def target_params():
 
 @pytest.fixture(scope="module")
 def texts():
-    """Fourteen texts, of which the fourth and the last have too few answer tokens; the sixth is longer than the longest batch."""
-    lengths = [20, 9, 12, 8, 24, 30, 11, 16, 10, 22, 13, 24, 18, 5]
-    starts = [4, 2, 6, 6, 3, 10, 5, 5, 2, 9, 1, 19, 7, 2]
-    rng = np.random.default_rng(0)
-    return TokenSequences(
-        tokens=rng.integers(1, 61, sum(lengths)).astype(np.uint16),
-        offsets=offsets_from_lengths(lengths),
-        answer_start=np.asarray(starts, np.int16),
-        answer_end=np.asarray(lengths, np.int16),
-        finished=np.ones(14, np.bool_),
-        domain=np.zeros(14, np.int8),
-        temperature=np.zeros(14, np.int8),
-        heldout=np.zeros(14, np.int8),
-        source=np.arange(14, dtype=np.int32),
-    )
-
-
-KEPT = [0, 1, 2, 4, 5, 6, 7, 8, 9, 10, 11, 12]
+    return fourteen_texts()
 
 
 @pytest.fixture(scope="module")
 def cache(texts, target_params, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("cache")
-    write_feature_cache(folder, TARGET, target_params, ORIGIN, texts, SMALL, note="a tiny target", console=QUIET)
-    return FeatureCache.open(folder, ORIGIN, texts)
-
-
-def write(folder, texts, target_params, config=SMALL, origin=ORIGIN, **options):
-    write_feature_cache(folder, TARGET, target_params, origin, texts, config, console=QUIET, **options)
-    return FeatureCache.open(folder)
-
-
-def same_samples(left, right):
-    names = [field.name for field in dataclasses.fields(FeatureSample)]
-    return len(left) == len(right) and all(
-        np.array_equal(getattr(left.read(number), name), getattr(right.read(number), name)) for number in range(len(left)) for name in names
-    )
+    return write(tmp_path_factory.mktemp("cache"), texts, target_params, note="a tiny target")
 
 
 # What is stored
@@ -150,108 +111,6 @@ def test_plain_tfds_reads_the_folder(cache):
     assert "a tiny target" in builder.info.description
 
 
-# Size
-
-
-@pytest.mark.parametrize("config", [SMALL, HALF, QUARTER], ids=["float32", "bfloat16", "float8"])
-def test_the_size_that_is_computed_holds_what_is_written(texts, target_params, tmp_path, config):
-    plan = plan_cache(ORIGIN, texts, config)
-    write(tmp_path, texts, target_params, config)
-    sizes = [plan.manifest.shard_path(tmp_path, shard).stat().st_size for shard in range(len(plan.manifest.shard_lengths))]
-    assert all(size <= plan.shard_bytes(shard) for shard, size in enumerate(sizes))
-    assert sum(sizes) <= plan.bytes == sum(plan.shard_bytes(shard) for shard in range(len(sizes)))
-
-
-def test_shards_have_about_the_size_asked_for_and_hold_every_sample_once(texts):
-    plan = plan_cache(ORIGIN, texts, SMALL)
-    samples = [number for shard in range(len(plan.manifest.shard_lengths)) for number in plan.shard_samples(shard)]
-    assert samples == list(range(len(KEPT)))
-    largest = int(plan.manifest.sample_bytes(np.asarray([24]))[0])
-    payload = [plan.shard_bytes(shard) - 2**17 for shard in range(len(plan.manifest.shard_lengths))]
-    assert max(payload) <= SMALL.shard_bytes + largest
-
-
-def test_the_size_per_token_is_that_of_the_arrays():
-    """Qwen3-4B with five taps: 2 D (m + 1) bytes of hidden states, four of the id and one of the mask; float8 takes half and its scales."""
-    origin = FeatureOrigin("target", (1, 9, 17, 25, 33), 2560, "template")
-    manifest = plan_cache(origin, one_text(4096), CacheConfig(lengths=(4096,))).manifest
-    length = np.asarray([4096] * 1000)
-    assert cache_bytes(manifest, length) == pytest.approx(4096 * 1000 * (5 + 2 * 2560 * 6), rel=1e-3)
-    manifest = dataclasses.replace(manifest, features_dtype="float8_e4m3fn", hidden_dtype="float8_e4m3fn")
-    assert cache_bytes(manifest, length) == pytest.approx(4096 * 1000 * (5 + 6 * (2560 + 4)), rel=1e-3)
-
-
-def one_text(length):
-    """A text that is an answer from its first token on."""
-    end, nothing = np.asarray([length], np.int16), np.zeros(1, np.int8)
-    return TokenSequences(
-        tokens=np.ones(length, np.uint16),
-        offsets=offsets_from_lengths([length]),
-        answer_start=np.zeros(1, np.int16),
-        answer_end=end,
-        finished=end > 0,
-        domain=nothing,
-        temperature=nothing,
-        heldout=nothing,
-        source=np.zeros(1, np.int32),
-    )
-
-
-def test_a_disk_without_room_is_refused_with_both_numbers_before_the_target_reads(texts, tmp_path, monkeypatch):
-    plan = plan_cache(ORIGIN, texts, SMALL)
-    monkeypatch.setattr(feature_writer.shutil, "disk_usage", lambda path: SimpleNamespace(free=plan.bytes - 1))
-    with pytest.raises(ValueError, match=f"has {plan.bytes - 1} bytes free; {plan.bytes} are needed for the"):
-        write(tmp_path, texts, None)
-    assert not list(tmp_path.glob("*array_record*"))
-
-
-def test_the_size_is_shown_before_writing(texts, target_params, tmp_path):
-    console = Console(record=True, width=200, file=io.StringIO())
-    write_feature_cache(tmp_path, TARGET, target_params, ORIGIN, texts, CONFIG, console=console)
-    first = console.export_text().splitlines()[0]
-    assert first.startswith("features of 12 texts, 203 tokens: 1") and "kB in 1 shards" in first and "are free" in first
-
-
-# Interruption and several processes
-
-
-@pytest.mark.parametrize("batches", [0, 1, 3, 4])
-def test_a_run_that_is_stopped_goes_on_without_losing_or_repeating_a_sample(cache, texts, target_params, tmp_path, monkeypatch, batches):
-    read, left = feature_writer._read, iter(range(batches))
-
-    def interrupted(*args):
-        if next(left, None) is None:
-            raise KeyboardInterrupt
-        return read(*args)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(feature_writer, "_read", interrupted)
-        write(tmp_path, texts, target_params)
-    with pytest.raises(ValueError, match="lacks . of . shards, .* first: its writing was not finished"):
-        FeatureCache.open(tmp_path)
-    assert not list(tmp_path.glob("*.unfinished")) and not list(tmp_path.glob(".*"))
-    done = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*array_record*")}
-    assert same_samples(write(tmp_path, texts, target_params), cache)
-    assert all(path.stat().st_mtime_ns == when for path, when in done.items())
-
-
-def test_a_cache_that_is_complete_is_not_written_again(cache, texts):
-    assert same_samples(write(cache.folder, texts, None), cache)
-
-
-def test_every_process_writes_its_own_shards_and_the_last_one_describes_them(cache, texts, target_params, tmp_path):
-    for index in (2, 0, 1):
-        assert not (tmp_path / "dataset_info.json").exists()
-        write_feature_cache(tmp_path, TARGET, target_params, ORIGIN, texts, CONFIG, process_index=index, process_count=3, console=QUIET)
-    assert (tmp_path / "dataset_info.json").exists()
-    stored = FeatureCache.open(tmp_path, ORIGIN, texts)
-    assert len(stored.manifest.shard_lengths) == 3
-    assert stored.text.tolist() == cache.text.tolist()
-    for number in range(12):
-        np.testing.assert_array_equal(stored.read(number).ids, cache.read(number).ids)
-        np.testing.assert_allclose(stored.read(number).features, cache.read(number).features, rtol=1e-5, atol=1e-6)
-
-
 def test_a_shard_that_is_damaged_is_refused(cache, tmp_path):
     folder = shutil.copytree(cache.folder, tmp_path / "copy")
     path = cache.manifest.shard_path(folder, 1)
@@ -264,6 +123,33 @@ def test_a_shard_that_is_damaged_is_refused(cache, tmp_path):
         FeatureCache.open(folder)
     with pytest.raises(ValueError, match="absent is no whole ArrayRecord file"):
         num_records(tmp_path / "absent")
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda stored: {**stored, "version": 2}, "version is 2; allowed: 1"),
+        (lambda stored: {**stored, "extra": 1}, "extra"),
+        (lambda stored: {**stored, "shard_lengths": []}, r"shard_lengths is \(\)"),
+        (lambda stored: {name: value for name, value in stored.items() if name != "origin"}, "origin"),
+        (lambda stored: {**stored, "shard_lengths": [*stored["shard_lengths"][:-1], 99]}, "records; allowed: 99"),
+    ],
+)
+def test_a_manifest_that_does_not_fit_is_refused(cache, tmp_path, edit, message):
+    folder = shutil.copytree(cache.folder, tmp_path / "copy")
+    path = folder / "feature_cache.json"
+    path.write_text(json.dumps(edit(json.loads(path.read_text()))))
+    with pytest.raises(ValueError, match=message):
+        FeatureCache.open(folder)
+
+
+def test_texts_and_samples_that_are_not_there_are_refused(cache):
+    with pytest.raises(ValueError, match="text 3 has no sample in .*; allowed: texts with at least 4 answer tokens within 24 tokens"):
+        cache.read_texts(np.asarray([0, 3]))
+    with pytest.raises(ValueError, match="text 13 has no sample"):
+        cache.read_texts(np.asarray([13]))
+    with pytest.raises(ValueError, match="index is 12; allowed: 0 to 11"):
+        cache.read(12)
 
 
 # What it was made for
@@ -291,13 +177,6 @@ def test_other_texts_are_refused(cache, texts):
         FeatureCache.open(cache.folder, ORIGIN, fewer)
     with pytest.raises(ValueError, match="holds another cache.*: texts is"):
         write(cache.folder, fewer, None)
-
-
-@pytest.mark.parametrize("changes", [{"lengths": (12, 20)}, {"min_loss_tokens": 3}, {"hidden_dtype": "bfloat16"}])
-def test_a_cache_is_not_continued_with_other_settings(cache, texts, changes):
-    name = {"lengths": "max_length"}.get(next(iter(changes)), next(iter(changes)))
-    with pytest.raises(ValueError, match=f"holds another cache.*: {name} is"):
-        write(cache.folder, texts, None, dataclasses.replace(SMALL, **changes))
 
 
 def test_a_fingerprint_is_that_of_the_weights_wherever_they_lie_and_of_no_others(target_params):
@@ -394,15 +273,6 @@ def test_features_of_other_tokens_than_the_batch_s_are_refused(cache, texts):
         features_of(cache.read_texts(np.asarray([5])), whole)
 
 
-def test_texts_and_samples_that_are_not_there_are_refused(cache):
-    with pytest.raises(ValueError, match="text 3 has no sample in .*; allowed: texts with at least 4 answer tokens within 24 tokens"):
-        cache.read_texts(np.asarray([0, 3]))
-    with pytest.raises(ValueError, match="text 13 has no sample"):
-        cache.read_texts(np.asarray([13]))
-    with pytest.raises(ValueError, match="index is 12; allowed: 0 to 11"):
-        cache.read(12)
-
-
 def test_samples_of_several_caches_do_not_make_a_batch_where_they_differ(cache):
     sample = cache.read(0)
     other = dataclasses.replace(sample, features=sample.features.astype(ml_dtypes.bfloat16))
@@ -410,59 +280,3 @@ def test_samples_of_several_caches_do_not_make_a_batch_where_they_differ(cache):
         pad_samples([sample, other], 24)
     with pytest.raises(ValueError, match="a batch of 0 samples and length 24 is empty"):
         pad_samples([], 24)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: CacheConfig(lengths=()), r"lengths is \(\)"),
-        (lambda: CacheConfig(batch_size=0), "batch_size is 0"),
-        (lambda: CacheConfig(hidden_dtype="int8"), "hidden_dtype is 'int8'; allowed: float32, bfloat16, float8_e4m3fn"),
-        (lambda: FeatureOrigin("", (0,), 16, "x"), "target is empty"),
-        (lambda: FeatureOrigin("x", (0, 0), 16, "x"), r"taps is \(0, 0\)"),
-        (lambda: FeatureOrigin("x", (0,), 0, "x"), "hidden_size is 0"),
-        (lambda: plan_cache(ORIGIN, one_text(9), CacheConfig()), "texts has no text with at least 14 answer tokens within 512 tokens"),
-    ],
-)
-def test_settings_out_of_range_are_refused_by_name(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
-@pytest.mark.parametrize(
-    ("changes", "options", "message"),
-    [
-        ({"hidden_size": 8}, {}, "hidden_size is 8; allowed: 16, the target's"),
-        ({"taps": (0, 2)}, {}, r"taps is \(0, 2\); allowed: -1 to 1, the target's layers"),
-        ({}, {"process_index": 2, "process_count": 2}, "process_index is 2; allowed: 0 to 1"),
-    ],
-)
-def test_a_cache_that_does_not_fit_the_target_is_refused(texts, tmp_path, changes, options, message):
-    with pytest.raises(ValueError, match=message):
-        write(tmp_path, texts, None, origin=dataclasses.replace(ORIGIN, **changes), **options)
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_token_that_the_target_does_not_have_is_refused(texts, tmp_path):
-    tokens = texts.tokens.copy()
-    tokens[2] = 61
-    with pytest.raises(ValueError, match=r"texts: tokens\[2\] is 61; allowed: 0 to 60"):
-        write(tmp_path, dataclasses.replace(texts, tokens=tokens), None)
-
-
-@pytest.mark.parametrize(
-    ("edit", "message"),
-    [
-        (lambda stored: {**stored, "version": 2}, "version is 2; allowed: 1"),
-        (lambda stored: {**stored, "extra": 1}, "extra"),
-        (lambda stored: {**stored, "shard_lengths": []}, r"shard_lengths is \(\)"),
-        (lambda stored: {name: value for name, value in stored.items() if name != "origin"}, "origin"),
-        (lambda stored: {**stored, "shard_lengths": [*stored["shard_lengths"][:-1], 99]}, "records; allowed: 99"),
-    ],
-)
-def test_a_manifest_that_does_not_fit_is_refused(cache, tmp_path, edit, message):
-    folder = shutil.copytree(cache.folder, tmp_path / "copy")
-    path = folder / "feature_cache.json"
-    path.write_text(json.dumps(edit(json.loads(path.read_text()))))
-    with pytest.raises(ValueError, match=message):
-        FeatureCache.open(folder)

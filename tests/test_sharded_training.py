@@ -10,10 +10,16 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from dspark_jax.anchors import read_batch
 from dspark_jax.drafters.dspark import DSparkConfig, DSparkDrafter
 from dspark_jax.losses import DraftLossConfig
 from dspark_jax.moe import MoEConfig
-from dspark_jax.sharded_training import sharded_train_state, sharded_train_step, train_state_shardings
+from dspark_jax.sharded_training import (
+    sharded_train_state,
+    sharded_train_step,
+    sharded_train_step_on_features,
+    train_state_shardings,
+)
 from dspark_jax.sharding import batch_share, global_batch, make_mesh, parameter_shardings, place
 from dspark_jax.targets.dense import DenseConfig, DenseTarget
 from dspark_jax.train import OptimizerConfig, TrainConfig, init_train_state, train_step
@@ -65,6 +71,30 @@ def one_device(texts, target_params, initial):
         state, each = train_step(TARGET, DRAFTER, CONFIG, state, target_params, jnp.asarray(ids), jnp.asarray(mask))
         metrics.append(each)
     return jax.device_get((state.params, state.opt_state, metrics))
+
+
+class HeadAlone(DenseTarget):
+    """A target that cannot read texts."""
+
+    def forward(self, *args):
+        raise AssertionError("features are stored, and the target need not read")
+
+
+def test_stored_features_over_a_mesh_take_the_steps_of_the_target_on_one_device(one_device, texts, target_params, initial):
+    """Without a forward pass of the target, and with the anchors that are drawn online."""
+    mesh = make_mesh(2, 2, 2)
+    state = sharded_train_state(mesh, DRAFTER, CONFIG, seed=3, params=initial)
+    frozen = jax.block_until_ready(place(target_params, parameter_shardings(mesh, TARGET)))
+    reads_nothing: Any = HeadAlone(TARGET.config)
+    step = sharded_train_step_on_features(mesh, reads_nothing, DRAFTER, CONFIG)
+    nothing = jnp.zeros((48, 1), jnp.int32)
+    for ids, mask in zip(*texts, strict=True):
+        said = jax.jit(read_batch, static_argnums=(0, 2))(TARGET, target_params, DRAFTER.taps, ids, mask, nothing, nothing == 0)
+        rows = global_batch(mesh, 48, (ids, mask, np.asarray(said.features), np.asarray(said.last_hidden)))
+        state, metrics = jax.block_until_ready(step(state, frozen, *rows[:2], None, None, *rows[2:]))
+    have = jax.device_get((state.params, state.opt_state, metrics))
+    for ours, theirs in zip(jax.tree.leaves(have), jax.tree.leaves((*one_device[:2], one_device[2][-1])), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
 def share_on_one_device(tree) -> float:

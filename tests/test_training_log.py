@@ -94,6 +94,9 @@ def test_operations_of_a_step_are_two_per_target_weight_and_six_per_drafter_weig
     assert step_flops(target, drafter, config, 4, 32) == pytest.approx(expected, rel=0.25)
     assert step_flops(target, drafter, config, 4, 32) > expected
     assert step_flops(target, drafter, config, 8, 32) == 2 * step_flops(target, drafter, config, 4, 32)
+    # Where features are stored, the target has no forward pass.
+    less = step_flops(target, drafter, config, 4, 32) - step_flops(target, drafter, config, 4, 32, online=False)
+    assert less == pytest.approx(2 * weights(target, "layers_") * tokens, rel=0.1)
 
 
 def test_a_cpu_has_no_known_peak_and_reports_the_memory_of_the_process():

@@ -58,7 +58,7 @@ def alone(folder):
     return jax.device_get(state.params), read_lines(folder / "alone" / "metrics.jsonl")
 
 
-# The hosts' sockets wait half a minute for each other, which two hosts beside other tests on two cores do not always make.
+# Both hosts and this process compile everything: a minute on two cores.
 @pytest.mark.slow
 def test_two_processes_are_one_run(folder, alone):
     """Parameters are split across both hosts (fsdp 4 x tensor 2): losses, rows of the batches, records and the checkpoint."""

@@ -1,6 +1,8 @@
 """A tiny training run, and a program that is one host of it: `python -m tests.training_host TASK.json`."""
 
 import contextlib
+import functools
+import itertools
 import json
 import os
 import subprocess
@@ -9,11 +11,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
 
 from dspark_jax.data import TokenSequences, offsets_from_lengths, save_token_sequences
 from dspark_jax.drafters.dspark import DSparkConfig
-from dspark_jax.sharding import start_multi_host
+from dspark_jax.sharding import MESH_AXES, make_mesh, place, start_multi_host
 from dspark_jax.train import OptimizerConfig, TrainConfig
 from experiments import train_drafter
 from experiments.train_drafter import TrainRun, train
@@ -76,12 +82,12 @@ def start_host(task: dict, task_file: Path, num_devices: int) -> subprocess.Pope
     task_file.write_text(json.dumps(task))
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={num_devices}",
+        # The last two: how long a host waits in a collective for one that is late, which is half a minute otherwise.
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={num_devices} "
+        f"--xla_cpu_collective_timeout_seconds={TIMEOUT:.0f} --xla_cpu_collective_call_terminate_timeout_seconds={TIMEOUT:.0f}",
         "NPROC": "32",
         "JAX_NUMPY_DTYPE_PROMOTION": "strict",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",
-        # One host that finds a program there and one that compiles it are further apart than the 30 s that gloo waits.
-        "JAX_ENABLE_COMPILATION_CACHE": "false",
     }
     command = [sys.executable, "-m", "tests.training_host", str(task_file)]
     root = Path(__file__).resolve().parent.parent
@@ -90,12 +96,37 @@ def start_host(task: dict, task_file: Path, num_devices: int) -> subprocess.Pope
     )
 
 
+def connect(sizes: tuple[int, int, int]) -> None:
+    """Join the devices of all hosts, in every group in which programs over a mesh of `sizes` let them talk.
+
+    A group is joined when a program first uses it, and then hosts give each other half a minute, which nothing can change. Here they come
+    from a barrier that waits longer; later on, when one of them may compile for a while, the group is there.
+    """
+    mesh = make_mesh(*sizes)
+
+    def barrier(name: str) -> None:
+        ocp.multihost.get_barrier_sync_fn()(key=name, timeout_ms=int(1000 * TIMEOUT))
+
+    numbers = place(jnp.arange(mesh.size).reshape(sizes), NamedSharding(mesh, PartitionSpec(*MESH_AXES)))
+    for axes in [axes for count in (1, 2, 3) for axes in itertools.combinations(MESH_AXES, count)]:
+        left = PartitionSpec(*(None if axis in axes else axis for axis in MESH_AXES))
+        summed = jax.jit(
+            jax.shard_map(functools.partial(jax.lax.psum, axis_name=axes), mesh=mesh, in_specs=numbers.sharding.spec, out_specs=left)
+        )
+        program = summed.lower(numbers).compile()
+        barrier("-".join(axes))
+        jax.block_until_ready(program(numbers))
+    barrier("hosts")
+    multihost_utils.process_allgather(np.zeros(1, np.int32))
+
+
 def main() -> None:
     """Run the task; what every batch looked like to this host goes into `seen`, and step `wait_in` waits for a line of input."""
     task_file = Path(sys.argv[1])
     task = json.loads(task_file.read_text())
     if task["coordinator"] is not None:
         start_multi_host(task["coordinator"], task["num_hosts"], task["host"])
+        connect(tuple(task["mesh"]))
     seen: list[list[list[int]]] = []
     whole_batch = train_drafter.global_batch
 
