@@ -10,9 +10,34 @@ from dspark_jax.round_plans import RoundPlan
 from dspark_jax.round_stats import RoundStats
 from dspark_jax.slot_executor import BatchShape
 from dspark_jax.targets.toy import ToyTarget
+from dspark_jax.tokenizers import Tokenizer
 
 VOCAB, BLOCK = 256, 3
 CONFIG = EngineConfig(row_ladder=(1, 2, 4), slot_ladder=(64, 256), prefill_chunk=4, shrink_after=2)
+
+
+class Bytes:
+    """Every token is a byte, one of them unknown."""
+
+    def __init__(self, unknown=None):
+        self.unknown = unknown
+
+    def decode(self, ids, skip_special_tokens=False):
+        return bytes(ids).decode("utf-8", errors="replace")
+
+    def id_to_token(self, token):
+        return None if token == self.unknown else str(token)
+
+    def encode(self, text, add_special_tokens=False):
+        raise AssertionError("these prompts are ids")
+
+    def get_vocab_size(self, with_added_tokens=True):
+        return 256
+
+
+TOKENIZER = Tokenizer(Bytes(), None, (3,), {})
+TEXT = "Grüße, 東京! Ünï→cødé €5. "
+SCRIPT = [list(TEXT.encode()), list(b"one two three four five six ")]
 
 
 @dataclasses.dataclass

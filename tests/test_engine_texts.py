@@ -10,33 +10,8 @@ from hypothesis import strategies as st
 
 from dspark_jax.engine import PrometheusMetrics
 from dspark_jax.stop_texts import StopTexts
-from dspark_jax.tokenizers import Tokenizer
-from tests.scripted_slots import expected, prompt, scripted_engine
+from tests.scripted_slots import SCRIPT, TEXT, TOKENIZER, Bytes, expected, prompt, scripted_engine
 from tests.toy_engine import run_until_idle
-
-
-class Bytes:
-    """Every token is a byte, one of them unknown."""
-
-    def __init__(self, unknown=None):
-        self.unknown = unknown
-
-    def decode(self, ids, skip_special_tokens=False):
-        return bytes(ids).decode("utf-8", errors="replace")
-
-    def id_to_token(self, token):
-        return None if token == self.unknown else str(token)
-
-    def encode(self, text, add_special_tokens=False):
-        raise AssertionError("these prompts are ids")
-
-    def get_vocab_size(self, with_added_tokens=True):
-        return 256
-
-
-TOKENIZER = Tokenizer(Bytes(), None, (3,), {})
-TEXT = "Grüße, 東京! Ünï→cødé €5. "
-SCRIPT = [list(TEXT.encode()), list(b"one two three four five six ")]
 
 
 def test_pieces_are_whole_characters_and_together_the_text():
