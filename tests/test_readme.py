@@ -17,15 +17,18 @@ BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 @needs_smollm2
 @pytest.mark.slow
 def test_the_python_of_the_readme_answers_a_question():
-    first, second, _ = BLOCKS
-    out = subprocess.run([sys.executable, "-c", first + second], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    answered, scheduled = out.split("verified per round")
+    decoded, scheduled, served, _ = BLOCKS
+    out = subprocess.run([sys.executable, "-c", decoded + scheduled + served], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    answered, rest = out.split("verified per round")
     assert "42" in answered and float(answered.rsplit("accepted length", 1)[1]) >= 1.0
-    assert 0 <= float(scheduled) <= 7
+    verified, answers = rest.strip().split("\n", 1)
+    assert 0 <= float(verified) <= 7
+    first, second, rate = answers.rsplit("|", 2)
+    assert "42" in first and second.strip() and float(rate.split()[0]) >= 1.0
 
 
 def test_the_kernels_of_the_readme_run(capsys):
-    exec(BLOCKS[2], {})  # Nothing is imported that this process does not have.
+    exec(BLOCKS[3], {})  # Nothing is imported that this process does not have.
     accepted, following = re.findall(r"\[([\d ]+)\]", capsys.readouterr().out)
     assert len(accepted.split()) == len(following.split()) == 4
 
