@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 from rich.progress import Progress
 
+from dspark_jax.calibration_online import OnlineCalibration
 from dspark_jax.decode import DecodeParams
 from dspark_jax.engine_config import EngineBusy, EngineConfig
 from dspark_jax.engine_core import EngineCore
@@ -98,6 +99,7 @@ class Engine(ThreadedEngine):
       params: of both, see `DecodeParams.of`; sharded ones together with `mesh`.
       policy, curve, undrafted, survival, continuation: how many drafts are verified, see `round_plans.round_plans`.
       tokenizer: for prompts that are texts, for answers as texts, and for stop texts.
+      calibration: learns while serving and stands in for `survival`; an error of the device sets it back to this.
       mesh: what parameters and caches are split over.
       console: shows the progress of compiling.
       plan_options: further fields of `DecodePlan`.
@@ -121,6 +123,7 @@ class Engine(ThreadedEngine):
         tokenizer: Tokenizer | None = None,
         mesh: Mesh | None = None,
         cache_dtype: Any = jnp.float32,
+        calibration: OnlineCalibration | None = None,
         clock: Callable[[], float] = time.monotonic,
         console: Console | None = None,
         **plan_options: Any,
@@ -136,6 +139,7 @@ class Engine(ThreadedEngine):
             num_stop_ids=config.num_stop_ids,
             seed=config.seed,
             cache_dtype=cache_dtype,
+            calibration=calibration,
             mesh=mesh,
         )
         self._keep_limit(executor, config)

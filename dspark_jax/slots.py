@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dspark_jax import in_place
+from dspark_jax.calibration_online import OnlineCalibration
 from dspark_jax.decode import DecodeParams, DecodePlan, DecodeState, decode_round
 from dspark_jax.decode_state import OwnNoise
 from dspark_jax.draft_planning import NOBODY, DraftHistory
@@ -70,6 +71,7 @@ class DeviceSlots:
       slot_ladder: values of T, ascending.
       chunk: tokens of a text that are read at once.
       num_stop_ids: K.
+      calibration: learns from the rounds and stands in for the plans' survival model; it goes on from what it has seen before.
       mesh: rows are split over "data" and "fsdp" and key heads over "tensor" where they divide; None: one device.
     """
 
@@ -83,10 +85,11 @@ class DeviceSlots:
         num_stop_ids: int = 4,
         seed: int = 0,
         cache_dtype: Any = jnp.float32,
+        calibration: OnlineCalibration | None = None,
         mesh: Mesh | None = None,
     ) -> None:
         self.plans, self.slot_ladder, self.chunk, self.num_stop_ids, self.mesh = dict(plans), slot_ladder, chunk, num_stop_ids, mesh
-        self._params, self._seed, self._cache_dtype = params, seed, cache_dtype
+        self._params, self._seed, self._cache_dtype, self._calibration = params, seed, cache_dtype, calibration
         self._programs: dict[tuple, Any] = {}
         self._plan = next(iter(self.plans.values()))
         self.shape = BatchShape(min(self.plans), slot_ladder[0])
@@ -120,6 +123,7 @@ class DeviceSlots:
             draft_history=None if plan.planner is None else plan.planner.init_history(rows),
             deferred=None if plan.planner is None else nothing_deferred(plan, self._params, rows),
             own_noise=OwnNoise(jnp.zeros((rows, 2), jnp.uint32), jnp.zeros((rows,), jnp.int32)),
+            calibration=self._calibration,
         )
 
     def _caches(self, slots: int) -> tuple[Any, Any]:

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from scipy.stats import chi2, ncx2
 
+from dspark_jax.calibrate import RawSurvival
+from dspark_jax.calibration_online import OnlineCalibration
 from dspark_jax.engine_config import EngineBusy, EngineConfig
 from dspark_jax.requests import FINISH_REASONS, RequestOptions
 from dspark_jax.schedule import FixedLength, PrefixSchedule, StepCurve
@@ -98,6 +100,29 @@ def test_answers_under_a_schedule_have_the_target_s_law(leaks):
     assert value < threshold, f"{value:.0f} against {threshold:.0f}"
     moved = 0.9 * law + 0.1 * np.roll(law, 1, axis=-1)
     assert ncx2.sf(threshold, law.size - 1, (number * (moved - law) ** 2 / law).sum()) > 0.999
+
+
+def test_the_default_schedule_drafts_or_not_and_greedy_text_stays_the_same():
+    """Forecast stop with its planner, learning from the rounds: what deferred commits and the batch remember moves along with the rows."""
+    calibration = OnlineCalibration.create(RawSurvival(), [(0.6, 0.5, 0.5)], prior_rounds=1.0)
+    config = dataclasses.replace(CONFIG, slot_ladder=(SLOTS,))
+    # With two requests a draft is worth its time, with six it is not.
+    serving = ToyServing(None, config=config, curve=CURVE, continuation=(0.6, 0.5, 0.5), calibration=calibration)
+    engine, rng, handles = serving.engine(), np.random.default_rng(3), []
+    for number in range(24):
+        prompt = tuple(rng.integers(0, VOCAB, int(rng.integers(1, 9))).tolist())
+        handles.append((prompt, engine.submit(prompt, max_new_tokens=int(rng.integers(1, 30)))))
+        for _ in range(number % 4):
+            engine.step()
+    run_until_idle(engine)
+    for prompt, handle in handles:
+        assert handle.completion.ids == serving.alone(prompt, RequestOptions(max_new_tokens=len(handle.ids)))
+    records = engine.metrics.latest
+    assert {record.drafted for record in records} == {False, True} and {record.rows for record in records} == {2, 6}
+    assert all(record.bucket == record.rows and not record.verified for record in records if not record.drafted)
+    assert all(record.predicted_seconds > 0 for record in records)
+    learned = serving.slots._state.calibration
+    assert 0 < float(learned.accepted.sum()) < float(learned.reached.sum())
 
 
 def test_thousands_of_requests_leave_nothing_behind(fixed):

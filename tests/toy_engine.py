@@ -12,6 +12,7 @@ from dspark_jax.engine_core import EngineCore
 from dspark_jax.prefill import start
 from dspark_jax.round_plans import round_plans
 from dspark_jax.sampling import Sampling
+from dspark_jax.schedule import FixedLength
 from dspark_jax.slot_executor import BatchShape
 from dspark_jax.slots import DeviceSlots
 from dspark_jax.targets.toy import ToyTarget
@@ -45,9 +46,8 @@ def toy_params(seed: int = 0) -> tuple[ToyTarget, DecodeParams]:
 class ToyServing:
     """Compiled programs of one policy, and engines that use them one after another."""
 
-    def __init__(self, policy, drafter=None, config=CONFIG, curve=None, target=None, **options):
-        known, self.params = toy_params()
-        self.target = known if target is None else target
+    def __init__(self, policy, drafter=None, config=CONFIG, curve=None, calibration=None, **options):
+        self.target, self.params = toy_params()
         self.drafter, self.policy, self.config = ConfidentDrafter() if drafter is None else drafter, policy, config
         self.plans = round_plans(
             self.target, self.drafter, config.row_ladder, policy=policy, curve=curve, survival=RawSurvival(), **options
@@ -58,6 +58,7 @@ class ToyServing:
             config.slot_ladder,
             chunk=config.prefill_chunk,
             num_stop_ids=config.num_stop_ids,
+            calibration=calibration,
         )
         for _ in self.slots.compile_all():
             pass
@@ -71,7 +72,7 @@ class ToyServing:
 
     def alone(self, prompt, options, request_id: int = 0) -> tuple[int, ...]:
         """What `generate` answers to a request by itself."""
-        plan = DecodePlan(self.target, self.drafter, self.policy, RawSurvival())
+        plan = DecodePlan(self.target, self.drafter, self.policy or FixedLength(2), RawSurvival())
         state = start(
             plan,
             self.params,
