@@ -19,7 +19,7 @@ class RoundRecord:
       rows, slots: shape of the batch.
       active: requests that took part.
       verified: drafts of all of them that were verified.
-      bucket: flat tokens of the target's pass that `active` + `verified` tokens ran in.
+      bucket: flat tokens of the target's pass that `active` + `verified` tokens ran in: the round's capacity.
       drafted: whether the drafter ran.
       emitted: tokens.
       predicted_seconds: what the cost curve says of it; None without one.

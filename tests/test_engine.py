@@ -9,6 +9,7 @@ from scipy.stats import chi2, ncx2
 
 from dspark_jax.calibrate import RawSurvival
 from dspark_jax.calibration_online import OnlineCalibration
+from dspark_jax.engine import Engine
 from dspark_jax.engine_config import EngineBusy, EngineConfig
 from dspark_jax.requests import FINISH_REASONS, RequestOptions
 from dspark_jax.schedule import FixedLength, PrefixSchedule, StepCurve
@@ -299,6 +300,15 @@ def test_memory_is_accounted_for_before_anything_is_made(fixed):
         fixed.slots.reset(shape)
         assert size == sum(leaf.nbytes for leaf in jax.tree.leaves(fixed.slots._state))
     assert fixed.slots.peak_bytes(BatchShape(6, 48)) >= shapes[BatchShape(6, 48)] + shapes[BatchShape(6, 16)]
+
+
+def test_an_engine_that_would_not_fit_is_refused_before_it_is_compiled(fixed):
+    largest, smaller = BatchShape(6, 48), BatchShape(2, 48)
+    limit = fixed.slots.peak_bytes(largest) - 1
+    assert fixed.slots.peak_bytes(smaller) <= limit
+    config = dataclasses.replace(CONFIG, memory_limit=limit)
+    with pytest.raises(ValueError, match=f"memory_limit is {limit}; 6 rows of 48 slots need {limit + 1} bytes at the most; up to"):
+        Engine(fixed.target, fixed.drafter, fixed.params, policy=FixedLength(2), survival=RawSurvival(), config=config)
 
 
 @pytest.mark.parametrize(
