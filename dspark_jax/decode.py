@@ -182,7 +182,7 @@ def _commit(
     def later(told: tuple[Any, Committed]) -> tuple[Any, Committed]:
         drafter_state, deferred = told
         rows = jnp.arange(deferred.count.shape[0], dtype=jnp.int32)
-        place = jnp.where(committed.count > 0, deferred.count, plan.block_size + 1)
+        place = jnp.where(committed.count > 0, deferred.count, deferred.next_ids.shape[1])
 
         def append(kept: Array, new: Array) -> Array:
             return kept.at[rows, place].set(new[:, 0].astype(kept.dtype), mode="drop")

@@ -95,7 +95,7 @@ class Engine(ThreadedEngine):
     """Serves requests with a target and, where there is one, a drafter.
 
     Args:
-      drafter: None for plain decoding.
+      drafter: one, or by the number of rows, see `round_plans.round_plans`; None for plain decoding.
       params: of both, see `DecodeParams.of`; sharded ones together with `mesh`.
       policy, curve, undrafted, survival, continuation: how many drafts are verified, see `round_plans.round_plans`.
       tokenizer: for prompts that are texts, for answers as texts, and for stop texts.
@@ -111,7 +111,7 @@ class Engine(ThreadedEngine):
     def __init__(
         self,
         target: Target,
-        drafter: Drafter | None,
+        drafter: Drafter | Mapping[int, Drafter] | None,
         params: DecodeParams,
         *,
         policy: Policy | Callable[[int], Policy] | None = None,

@@ -107,9 +107,14 @@ def start(
     return prefill(plan, params, state, jnp.int32(-(-int(lengths.max()) // chunk)), chunk)
 
 
-def nothing_deferred(plan: DecodePlan, params: DecodeParams, num_rows: int) -> Committed:
-    """What a state has as `deferred` where every round so far was drafted."""
-    width, dtype, places = plan.target.spec.width, params.head.embedding.dtype, (num_rows, plan.block_size + 1)
+def nothing_deferred(plan: DecodePlan, params: DecodeParams, num_rows: int, block_size: int | None = None) -> Committed:
+    """What a state has as `deferred` where every round so far was drafted.
+
+    Args:
+      block_size: of the longest blocks, where rounds of other plans follow; None: the plan's own.
+    """
+    block_size = plan.block_size if block_size is None else block_size
+    width, dtype, places = plan.target.spec.width, params.head.embedding.dtype, (num_rows, block_size + 1)
     return Committed(
         next_ids=jnp.zeros(places, jnp.int32),
         hidden=jnp.zeros((*places, width), dtype),

@@ -4,13 +4,48 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
 from dspark_jax.decode import DecodePlan
-from dspark_jax.protocols import Drafter, StatefulPolicy, SurvivalModel, Target, VerifyPolicy
+from dspark_jax.protocols import DraftBlock, Drafter, StatefulPolicy, SurvivalModel, Target, VerifyPolicy
 from dspark_jax.schedule import default_schedule
 from dspark_jax.step_curve import StepCurve
+from dspark_jax.typing import Array, Float
 
 Policy = VerifyPolicy | StatefulPolicy
 Curves = StepCurve | Mapping[int, StepCurve]
+
+
+@dataclasses.dataclass(frozen=True)
+class FirstPositions:
+    """The survival of blocks that are shorter than those a model was fitted on: it is shown what is missing as hopeless.
+
+    Attributes:
+      model: of blocks of `block_size` drafts.
+    """
+
+    model: SurvivalModel
+    block_size: int
+
+    def survival(self, block: DraftBlock, temperature: Float[Array, "R"]) -> Float[Array, "R G"]:
+        """See `SurvivalModel`."""
+        size = block.ids.shape[1]
+        if size == self.block_size:
+            return self.model.survival(block, temperature)
+
+        def padded(x: Array) -> Array:
+            return jnp.pad(x, ((0, 0), (0, self.block_size - size)))
+
+        confidence = None if block.confidence_logits is None else padded(block.confidence_logits)
+        longer = DraftBlock(
+            ids=padded(block.ids),
+            log_q=padded(block.log_q),
+            log_normaliser=padded(block.log_normaliser),
+            floor=padded(block.floor),
+            confidence_logits=confidence,
+            logits=None,
+        )
+        return self.model.survival(longer, temperature)[:, :size]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +78,7 @@ class RoundPlan:
 
 def round_plans(
     target: Target,
-    drafter: Drafter | None,
+    drafter: Drafter | Mapping[int, Drafter] | None,
     row_ladder: Sequence[int],
     *,
     policy: Policy | Callable[[int], Policy] | None = None,
@@ -57,9 +92,12 @@ def round_plans(
     """A plan for every number of rows.
 
     Args:
-      drafter: None for plain decoding.
+      drafter: one for all, or by the number of rows: the same drafter with shorter blocks where there are many requests, say. What blocks
+        share with those of other rows is the drafter's state. None for plain decoding.
       policy: how many drafts are verified, one for all or from the number of rows; None: `default_schedule` on the curves, with its
         planner, from `continuation`.
+      survival: of blocks of different lengths it has to be one that fits them all, such as `FirstPositions`.
+      continuation: of the longest blocks; shorter ones take its first entries.
       curve, undrafted: cost of a round with and without drafts, one for all or by the number of rows.
       ladder: from the number of rows to the buckets of flat tokens; None: those of the curve that are worth running in, and without one
         1, 2, 4 and 1 + G tokens per row.
@@ -74,7 +112,8 @@ def round_plans(
         if drafter is None:
             plans[rows] = RoundPlan(DecodePlan(target, **options), (rows,), own, plain)
             continue
-        most = rows * (drafter.block_size + 1)
+        drafting: Drafter = drafter[rows] if isinstance(drafter, Mapping) else drafter
+        most = rows * (drafting.block_size + 1)
         if ladder is not None:
             buckets = ladder(rows)
         else:
@@ -84,10 +123,10 @@ def round_plans(
             if own is None or continuation is None:
                 missing = "curve" if own is None else "continuation"
                 raise ValueError(f"{missing} is None; without a policy of yours the default one needs curve and continuation")
-            scheduled, planner = default_schedule(own, continuation, rows, plain)
+            scheduled, planner = default_schedule(own, continuation[: drafting.block_size], rows, plain)
         else:
             scheduled = policy(rows) if callable(policy) else policy
-        plan = DecodePlan(target, drafter, scheduled, survival, buckets, planner=planner, **options)
+        plan = DecodePlan(target, drafting, scheduled, survival, buckets, planner=planner, **options)
         plans[rows] = RoundPlan(plan, plan.buckets(rows), own, plain)
     return plans
 

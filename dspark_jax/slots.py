@@ -20,7 +20,7 @@ from dspark_jax.decode import DecodeParams, DecodePlan, DecodeState, decode_roun
 from dspark_jax.decode_state import OwnNoise
 from dspark_jax.draft_planning import NOBODY, DraftHistory
 from dspark_jax.prefill import NO_STOP, Reading, begin_rounds, nothing_deferred, read_chunk
-from dspark_jax.protocols import StatefulPolicy
+from dspark_jax.protocols import Committed, StatefulPolicy
 from dspark_jax.round_stats import RoundStats
 from dspark_jax.sampling import Sampling
 from dspark_jax.sharding import MESH_AXES, replicated
@@ -52,7 +52,9 @@ def _fitted(leaf: Array, shape: tuple[int, ...]) -> Array:
 
 
 def _history_of(old: DraftHistory, blank: DraftHistory, place: Array, kept: Array) -> DraftHistory:
-    """The history of a batch of another shape: its newest rounds, of the rows that are kept."""
+    """The history of a batch of another shape: its newest rounds, of the rows that are kept. Of blocks of another length it is empty."""
+    if old.survival.shape[2] != blank.survival.shape[2]:
+        return dataclasses.replace(blank, round=old.round)
     rounds = min(old.survival.shape[0], blank.survival.shape[0])
     survival = jnp.where(kept[:, None], old.survival[:rounds, place], blank.survival[:rounds])
     request_id = jnp.where(kept, old.request_id[:rounds, place], NOBODY)
@@ -67,7 +69,8 @@ class DeviceSlots:
     """The `SlotExecutor` of a real device or mesh.
 
     Attributes:
-      plans: what a round does, by the rows of the batch. Target and drafter are the same in all of them.
+      plans: what a round does, by the rows of the batch. The target is the same in all of them, and so is the drafter but for the length
+        of its blocks.
       slot_ladder: values of T, ascending.
       chunk: tokens of a text that are read at once.
       num_stop_ids: K.
@@ -91,7 +94,7 @@ class DeviceSlots:
         self.plans, self.slot_ladder, self.chunk, self.num_stop_ids, self.mesh = dict(plans), slot_ladder, chunk, num_stop_ids, mesh
         self._params, self._seed, self._cache_dtype, self._calibration = params, seed, cache_dtype, calibration
         self._programs: dict[tuple, Any] = {}
-        self._plan = next(iter(self.plans.values()))
+        self._plan = max(self.plans.values(), key=lambda plan: plan.block_size)
         self.shape = BatchShape(min(self.plans), slot_ladder[0])
         self._state: Any = None
 
@@ -104,7 +107,7 @@ class DeviceSlots:
 
     def _empty(self, shape: BatchShape) -> DecodeState:
         plan, (rows, slots) = self.plans[shape.rows], shape
-        sizes: dict[str, Any] = {"writes_per_pass": max(self.chunk, plan.block_size + 1), "dtype": self._cache_dtype}
+        target_cache, drafter_state = self._caches(rows, slots)
         one = jnp.ones((rows,), jnp.int32)
         return DecodeState(
             ids=jnp.zeros((rows, slots), jnp.int32),
@@ -117,19 +120,22 @@ class DeviceSlots:
             round=jnp.zeros((rows,), jnp.int32),
             seed=seed_key(self._seed),
             sampling=Sampling(jnp.zeros((rows,), jnp.float32), jnp.zeros((rows,), jnp.int32), jnp.ones((rows,), jnp.float32)),
-            target_cache=plan.target.init_cache(rows, slots, **sizes),
-            drafter_state=None if plan.drafter is None else plan.drafter.init_state(rows, slots, **sizes),
+            target_cache=target_cache,
+            drafter_state=drafter_state,
             policy_state=plan.policy.init_state(rows, plan.block_size) if isinstance(plan.policy, StatefulPolicy) else None,
             draft_history=None if plan.planner is None else plan.planner.init_history(rows),
-            deferred=None if plan.planner is None else nothing_deferred(plan, self._params, rows),
+            deferred=None if plan.planner is None else self._nothing_deferred(self._params, rows),
             own_noise=OwnNoise(jnp.zeros((rows, 2), jnp.uint32), jnp.zeros((rows,), jnp.int32)),
             calibration=self._calibration,
         )
 
-    def _caches(self, slots: int) -> tuple[Any, Any]:
+    def _caches(self, rows: int, slots: int) -> tuple[Any, Any]:
         sizes: dict[str, Any] = {"writes_per_pass": max(self.chunk, self._plan.block_size + 1), "dtype": self._cache_dtype}
         drafter = self._plan.drafter
-        return self._plan.target.init_cache(1, slots, **sizes), None if drafter is None else drafter.init_state(1, slots, **sizes)
+        return self._plan.target.init_cache(rows, slots, **sizes), None if drafter is None else drafter.init_state(rows, slots, **sizes)
+
+    def _nothing_deferred(self, params: DecodeParams, rows: int) -> Committed:
+        return nothing_deferred(self._plan, params, rows, self._plan.block_size)
 
     def cache_bytes(self, shape: BatchShape) -> int:
         """What a batch of this shape holds: caches, drafter state and the rest, over all devices."""
@@ -139,7 +145,7 @@ class DeviceSlots:
         """The most that is held at a time up to a shape: a batch, the one it is changed into, and two requests that are being read."""
         sizes = sorted(self.cache_bytes(shape) for shape in self.shapes if shape.rows <= largest.rows and shape.slots <= largest.slots)
         reading = sum(
-            leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(lambda: self._caches(self.slot_ladder[-1])))
+            leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(lambda: self._caches(1, self.slot_ladder[-1])))
         )
         return sum(sizes[-2:]) + 2 * reading
 
@@ -163,7 +169,7 @@ class DeviceSlots:
             sampling=row.sampling,
             target_cache=None,
             drafter_state=None,
-            deferred=None if self._plan.planner is None else nothing_deferred(self._plan, params, 1),
+            deferred=None if self._plan.planner is None else self._nothing_deferred(params, 1),
             own_noise=row.own_noise,
         )
         state = begin_rounds(self._plan, params, state, reading, row.length, row.given)
@@ -229,9 +235,9 @@ class DeviceSlots:
         """The program of a key. Arguments are abstract but for the parameters."""
         longest, index = self.slot_ladder[-1], jax.ShapeDtypeStruct((), jnp.int32)
         row = jax.eval_shape(functools.partial(blank_row, longest, self.num_stop_ids))
-        reading = jax.eval_shape(lambda: Reading.nothing(self._plan, self._params, *self._caches(longest)))
+        reading = jax.eval_shape(lambda: Reading.nothing(self._plan, self._params, *self._caches(1, longest)))
         if kind == "nothing":
-            return self._compile(kind, lambda: Reading.nothing(self._plan, self._params, *self._caches(longest)), out=reading)
+            return self._compile(kind, lambda: Reading.nothing(self._plan, self._params, *self._caches(1, longest)), out=reading)
         if kind == "read":
             return self._compile(kind, self._read, self._params, reading, row.ids, row.length, index, donate=(1,), out=reading)
         begun = jax.eval_shape(self._begin, self._params, row, reading)

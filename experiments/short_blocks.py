@@ -7,7 +7,7 @@ attention has 1 + N queries per request, between the 1 of `undrafted` and the 1 
 
 import dataclasses
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -15,11 +15,12 @@ from dspark_jax.step_curve import CurveWarning, StepCurve
 from experiments.step_curves import RoundCosts
 
 
-def with_block_size(costs: Mapping[int, RoundCosts], block_size: int, measured: int) -> dict[int, RoundCosts]:
+def with_block_size(costs: Mapping[int, RoundCosts], block_size: int, measured: int, in_between: bool = False) -> dict[int, RoundCosts]:
     """Costs of rounds with blocks of `block_size` drafts, of which nothing or everything is verified.
 
     Args:
       measured: G of `costs`. Fewer positions than were measured cost what the fewest did.
+      in_between: also with buckets between nothing and everything, those that were measured.
 
     Raises:
       ValueError: longer blocks than were measured.
@@ -33,7 +34,9 @@ def with_block_size(costs: Mapping[int, RoundCosts], block_size: int, measured: 
     def shorter(each: RoundCosts) -> RoundCosts:
         commit = float(np.interp(each.rows * (1 + block_size), [size * (1 + measured) for size in rows], committing))
         propose = float(np.interp(each.rows * block_size, [size * measured for size in rows], proposing))
-        curve, tokens = each.curve, (each.rows, each.rows * (1 + block_size))
+        curve, most = each.curve, each.rows * (1 + block_size)
+        between = [size for size in each.curve.tokens if each.rows < size < most] if in_between else []
+        tokens = (each.rows, *between, most)
         plain = np.array([each.undrafted.seconds(each.rows, at) - each.undrafted.draft_seconds for at in _contexts(curve)])
         full = np.array([curve.seconds_per_step, *(seconds for _, seconds in curve.longer)])
         grid = (full[:, 0] - plain) * (measured - block_size) / measured
@@ -46,6 +49,22 @@ def with_block_size(costs: Mapping[int, RoundCosts], block_size: int, measured: 
         # Of two buckets, either may be the cheaper one where few requests wait for the weights.
         warnings.simplefilter("ignore", CurveWarning)
         return {size: shorter(costs[size]) for size in rows}
+
+
+def best_block_sizes(costs: Mapping[int, RoundCosts], continuation: Sequence[float]) -> dict[int, int]:
+    """By the number of requests, the length of blocks of which verifying everything promises the most tokens a second.
+
+    Args:
+      costs: measured with blocks of as many drafts as `continuation` has entries.
+      continuation: per position, the chance that a draft is accepted given that those before it were.
+    """
+    measured, survival = len(continuation), np.cumprod(continuation)
+    best: dict[int, tuple[float, int]] = {}
+    for size in range(1, measured + 1):
+        for rows, each in with_block_size(costs, size, measured).items():
+            rate = rows * (1 + survival[:size].sum()) / each.curve.seconds(rows * (1 + size))
+            best[rows] = max(best.get(rows, (0.0, 0)), (rate, size))
+    return {rows: size for rows, (_, size) in best.items()}
 
 
 def _contexts(curve: StepCurve) -> list[int]:

@@ -3,15 +3,18 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy.stats import chi2, ncx2
 
-from dspark_jax.calibrate import RawSurvival
+from dspark_jax.calibrate import RawSurvival, TemperatureScaled
 from dspark_jax.calibration_online import OnlineCalibration
 from dspark_jax.engine import Engine
 from dspark_jax.engine_config import EngineBusy, EngineConfig
+from dspark_jax.protocols import DraftBlock
 from dspark_jax.requests import FINISH_REASONS, RequestOptions
+from dspark_jax.round_plans import FirstPositions
 from dspark_jax.schedule import FixedLength, PrefixSchedule, StepCurve
 from dspark_jax.slot_executor import BatchShape
 from tests.toy_drafter import VOCAB
@@ -23,7 +26,8 @@ SMOOTH = StepCurve(tokens=tuple(range(1, 25)), seconds_per_step=tuple(1 + 0.1 * 
 
 @pytest.fixture(scope="module")
 def fixed():
-    return ToyServing(FixedLength(2))
+    """Fixed lengths, and a calibration that learns meanwhile."""
+    return ToyServing(FixedLength(2), calibration=OnlineCalibration.create(RawSurvival(), [(0.6, 0.5, 0.5)], prior_rounds=1.0))
 
 
 def _mixed_requests(rng, count):
@@ -104,11 +108,11 @@ def test_answers_under_a_schedule_have_the_target_s_law(leaks):
 
 
 def test_the_default_schedule_drafts_or_not_and_greedy_text_stays_the_same():
-    """Forecast stop with its planner, learning from the rounds: what deferred commits and the batch remember moves along with the rows."""
-    calibration = OnlineCalibration.create(RawSurvival(), [(0.6, 0.5, 0.5)], prior_rounds=1.0)
+    """Forecast stop with its planner, and shorter blocks for more requests: what is deferred and remembered moves along with the rows."""
     config = dataclasses.replace(CONFIG, slot_ladder=(SLOTS,))
     # With two requests a draft is worth its time, with six it is not.
-    serving = ToyServing(None, config=config, curve=CURVE, continuation=(0.6, 0.5, 0.5), calibration=calibration)
+    drafters = {2: ConfidentDrafter(), 6: ConfidentDrafter(block_size=2)}
+    serving = ToyServing(None, drafters, config, CURVE, continuation=(0.6, 0.5, 0.5))
     engine, rng, handles = serving.engine(), np.random.default_rng(3), []
     for number in range(24):
         prompt = tuple(rng.integers(0, VOCAB, int(rng.integers(1, 9))).tolist())
@@ -122,8 +126,36 @@ def test_the_default_schedule_drafts_or_not_and_greedy_text_stays_the_same():
     assert {record.drafted for record in records} == {False, True} and {record.rows for record in records} == {2, 6}
     assert all(record.bucket == record.rows and not record.verified for record in records if not record.drafted)
     assert all(record.predicted_seconds > 0 for record in records)
-    learned = serving.slots._state.calibration
-    assert 0 < float(learned.accepted.sum()) < float(learned.reached.sum())
+    assert serving.plans[6].ladder[-1] >= 18 > 12 and serving.plans[6].plan.block_size == 2
+
+
+def test_no_commit_is_lost_where_blocks_become_shorter():
+    """The drafter is told every position, whatever was deferred when the rows changed: it counts what the text has, but for the anchor."""
+    config = dataclasses.replace(CONFIG, slot_ladder=(SLOTS,))
+    drafters = {2: ConfidentDrafter(), 6: ConfidentDrafter(block_size=1)}
+    never = StepCurve(tokens=(2, 8, 12, 24), seconds_per_step=(1.0, 1.01, 1.02, 1.03), draft_seconds=9.0)
+    serving = ToyServing(None, drafters, config, never, continuation=(0.6, 0.5, 0.5))
+    engine = serving.engine()
+    handles = [engine.submit([1, 2], max_new_tokens=40) for _ in range(2)]
+    while min(len(handle.ids) for handle in handles) < 4:
+        engine.step()
+    handles += [engine.submit([1, 2], max_new_tokens=30) for _ in range(4)]
+    while engine.metrics.latest[-1].rows != 6 or min(len(handle.ids) for handle in handles) < 6:
+        engine.step()
+    state = serving.slots._state
+    told = np.asarray(state.drafter_state.length) + np.asarray(state.deferred.count)
+    np.testing.assert_array_equal(told, np.asarray(state.length) - 1)
+    assert state.deferred.next_ids.shape == (6, 4)
+    run_until_idle(engine)
+    assert {handle.completion.ids[:30] for handle in handles} == {serving.alone((1, 2), RequestOptions(max_new_tokens=30))}
+
+
+def test_shorter_blocks_have_the_survival_of_their_positions():
+    block = DraftBlock(*(jnp.zeros((2, 2), dtype) for dtype in (jnp.int32, *[jnp.float32] * 3)), jnp.array([[1.0, -1.0], [0.0, 2.0]]), None)
+    model = TemperatureScaled((1.0, 2.0, 4.0))
+    found = FirstPositions(model, 3).survival(block, jnp.zeros(2))
+    expected = np.cumprod(1 / (1 + np.exp(-np.array([[1.0, -0.5], [0.0, 1.0]]))), axis=1)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
 def test_thousands_of_requests_leave_nothing_behind(fixed):
@@ -184,6 +216,8 @@ def test_the_target_runs_on_the_scheduled_tokens_up_to_the_bucket(fixed):
         assert record.active <= record.rows and record.verified <= 2 * record.active
         assert record.bucket == min(size for size in ladder if size >= record.active + record.verified)
     assert engine.metrics.pass_tokens == sum(record.bucket for record in records)
+    learned = fixed.slots._state.calibration
+    assert 0 < float(learned.accepted.sum()) < float(learned.reached.sum())
     assert {record.rows for record in records} == {2, 6} and {record.slots for record in records} == {16, 48}
 
 
@@ -308,7 +342,15 @@ def test_an_engine_that_would_not_fit_is_refused_before_it_is_compiled(fixed):
     assert fixed.slots.peak_bytes(smaller) <= limit
     config = dataclasses.replace(CONFIG, memory_limit=limit)
     with pytest.raises(ValueError, match=f"memory_limit is {limit}; 6 rows of 48 slots need {limit + 1} bytes at the most; up to"):
-        Engine(fixed.target, fixed.drafter, fixed.params, policy=FixedLength(2), survival=RawSurvival(), config=config)
+        Engine(
+            fixed.target,
+            fixed.drafter,
+            fixed.params,
+            policy=FixedLength(2),
+            survival=RawSurvival(),
+            config=config,
+            calibration=fixed.slots._calibration,
+        )
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,8 @@ class ToyServing:
 
     def alone(self, prompt, options, request_id: int = 0) -> tuple[int, ...]:
         """What `generate` answers to a request by itself."""
-        plan = DecodePlan(self.target, self.drafter, self.policy or FixedLength(2), RawSurvival())
+        drafter = ConfidentDrafter() if isinstance(self.drafter, dict) else self.drafter
+        plan = DecodePlan(self.target, drafter, self.policy or FixedLength(2), RawSurvival())
         state = start(
             plan,
             self.params,
