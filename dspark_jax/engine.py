@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from rich.console import Console
@@ -52,7 +53,7 @@ class ThreadedEngine(EngineCore):
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> "ThreadedEngine":
-        if self._thread is None:
+        if not self._is_served():
             self._closing = False
             self._thread = threading.Thread(target=self._run, name="dspark-engine", daemon=True)
             self._thread.start()
@@ -62,7 +63,7 @@ class ThreadedEngine(EngineCore):
         self.close(drain=kind is None)
 
     def close(self, drain: bool = True) -> None:
-        """Stop the thread, once everything that was submitted has ended (`drain`), or at once: the rest is then cancelled."""
+        """Stop the thread, once everything that was submitted has ended (`drain`), or as soon as the rest is cancelled."""
         if self._thread is None:
             return
         if not drain:
@@ -71,6 +72,9 @@ class ThreadedEngine(EngineCore):
         self._wake()
         self._thread.join()
         self._thread = None
+        # What came while the thread was going.
+        while self.step():
+            pass
 
     def _run(self) -> None:
         try:
@@ -87,8 +91,8 @@ class ThreadedEngine(EngineCore):
     def _wake(self) -> None:
         self._arrived.set()
 
-    def _advance(self) -> bool:
-        return False if self._thread is not None else self.step()
+    def _is_served(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
 
 
 class Engine(ThreadedEngine):
@@ -99,7 +103,7 @@ class Engine(ThreadedEngine):
       params: of both, see `DecodeParams.of`; sharded ones together with `mesh`.
       policy, curve, undrafted, survival, continuation: how many drafts are verified, see `round_plans.round_plans`.
       tokenizer: for prompts that are texts, for answers as texts, and for stop texts.
-      calibration: learns while serving and stands in for `survival`; an error of the device sets it back to this.
+      calibration: learns while serving and is used in the place of `survival`, which still has to be given; an error sets it back.
       mesh: what parameters and caches are split over.
       console: shows the progress of compiling.
       plan_options: further fields of `DecodePlan`.
@@ -151,16 +155,25 @@ class Engine(ThreadedEngine):
 
     @staticmethod
     def _keep_limit(executor: DeviceSlots, config: EngineConfig) -> None:
-        if config.memory_limit is None:
+        limit = free_bytes(executor.mesh) if config.memory_limit is None else config.memory_limit
+        if limit is None:
             return
-        fits = [shape for shape in executor.shapes if executor.peak_bytes(shape) <= config.memory_limit]
+        fits = [shape for shape in executor.shapes if executor.peak_bytes(shape) <= limit]
         largest = BatchShape(config.row_ladder[-1], config.slot_ladder[-1])
         if largest not in fits:
             best = f"up to {max(fits).rows} rows of {max(fits).slots} would fit" if fits else "not even the smallest batch fits"
             raise ValueError(
-                f"memory_limit is {config.memory_limit}; {largest.rows} rows of {largest.slots} slots need "
+                f"memory_limit is {limit}; {largest.rows} rows of {largest.slots} slots need "
                 f"{executor.peak_bytes(largest)} bytes at the most; {best}"
             )
+
+
+def free_bytes(mesh: Mesh | None) -> int | None:
+    """Memory that all devices together have left; None where one of them does not say."""
+    stats = [device.memory_stats() for device in ([jax.devices()[0]] if mesh is None else mesh.devices.flat)]
+    if any(not each or "bytes_limit" not in each for each in stats):
+        return None
+    return sum(each["bytes_limit"] - each["bytes_in_use"] for each in stats if each)
 
 
 __all__ = [

@@ -21,8 +21,9 @@ class EngineConfig:
         keeps up with answers of some 60 tokens to prompts of two chunks.
       rounds_in_flight: rounds that are launched before the first of them is looked at.
       num_stop_ids: stop tokens that a request may have.
-      shrink_after: rounds with room to spare behind which the batch is made smaller.
-      memory_limit: bytes, over all devices, that caches and states may take at the most, a change of shape included; None: no limit.
+      shrink_after: launched rounds with room to spare behind which the batch is made smaller.
+      memory_limit: bytes, over all devices, that caches and states may take at the most, a change of shape included; None: what the
+        devices say they have left, where they do (CPUs do not).
       seed: random bits of requests without a seed of their own.
     """
 

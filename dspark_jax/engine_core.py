@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from dspark_jax.engine_config import EngineBusy, EngineConfig
-from dspark_jax.engine_metrics import EngineMetrics, RoundRecord
-from dspark_jax.engine_requests import ActiveRequest
+from dspark_jax.engine_metrics import EngineMetrics, record_of
+from dspark_jax.engine_requests import ActiveRequest, checked_request
 from dspark_jax.requests import Completion, FinishReason, Handle, RequestMetrics, RequestOptions
 from dspark_jax.round_plans import RoundPlan
 from dspark_jax.slot_executor import BatchShape, SlotExecutor, Ticket
@@ -65,9 +65,10 @@ class EngineCore:
     ) -> None:
         self.config, self.tokenizer, self.plans, self.metrics = config, tokenizer, plans, EngineMetrics()
         self._executor, self._clock = executor, clock
-        self._next_id = 0
+        self._next_id = 1
         self._inbox: collections.deque[ActiveRequest] = collections.deque()
         self._cancelled: set[int] = set()
+        self._cancel_all = False
         self._waiting: collections.deque[ActiveRequest] = collections.deque()
         self._reading: ActiveRequest | None = None
         self._ready: collections.deque[ActiveRequest] = collections.deque()
@@ -75,9 +76,13 @@ class EngineCore:
         self._release: set[int] = set()
         self._in_flight: collections.deque[_First | _Round] = collections.deque()
         self._failed: _First | _Round | None = None
+        self._placing: ActiveRequest | None = None
+        self._barren_recoveries = 0
+        self._interrupted = False
         self._spare_rounds = 0
         self._device_free = 0.0
-        self._doors = threading.Lock()
+        # Of what comes from other threads; and of the loop, which whoever waits may run.
+        self._doors, self._stepping = threading.Lock(), threading.Lock()
 
     # --- from outside, on any thread
 
@@ -94,17 +99,19 @@ class EngineCore:
         """
         try:
             options = RequestOptions(**fields) if options is None else dataclasses.replace(options, **fields)
-            ids, stop_ids = self._checked(prompt, options)
+            vocab_size = next(iter(self.plans.values())).plan.target.spec.vocab_size
+            ids, stop_ids = checked_request(prompt, options, self.config, vocab_size, self.tokenizer)
             with self._doors:
                 if len(self._inbox) + len(self._waiting) >= self.config.queue_limit:
                     raise EngineBusy(f"{self.config.queue_limit} requests are waiting, which is the limit")
                 request_id, self._next_id = self._next_id, self._next_id + 1
-                handle = Handle(request_id, self.cancel, self._advance, self.tokenizer, options.stop_texts)
+                handle = Handle(request_id, self.cancel, self._advance, self._is_served, self.tokenizer, options.stop_texts)
                 request = ActiveRequest(request_id, ids, stop_ids, options, handle, self.tokenizer, RequestMetrics(self._clock()))
                 self._inbox.append(request)
                 self.metrics.submitted += 1
         except (ValueError, EngineBusy):
-            self.metrics.refused += 1
+            with self._doors:
+                self.metrics.refused += 1
             raise
         self._wake()
         return handle
@@ -118,42 +125,19 @@ class EngineCore:
     def cancel_all(self) -> None:
         """End every request with what it has."""
         with self._doors:
-            self._cancelled |= {request.id for request in (*self._everybody(), *self._inbox)}
+            self._cancel_all = True
         self._wake()
 
     def _wake(self) -> None:
         """Something has come in."""
 
+    def _is_served(self) -> bool:
+        """Whether somebody else runs the loop."""
+        return False
+
     def _advance(self) -> bool:
         """What a waiting handle does; whether there was anything to do."""
-        return self.step()
-
-    def _checked(self, prompt: Any, options: RequestOptions) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        tokenizer = self.tokenizer
-        if isinstance(prompt, str) or (isinstance(prompt, Sequence) and len(prompt) and isinstance(prompt[0], Mapping)):
-            if tokenizer is None:
-                raise ValueError("prompt is a text, and the engine has no tokenizer; allowed are token ids")
-            prompt = tokenizer.encode(prompt) if isinstance(prompt, str) else tokenizer.encode_chat(prompt)
-        if not isinstance(prompt, Sequence | np.ndarray):
-            raise ValueError(f"prompt is {prompt!r}; allowed are token ids, a text, or messages")
-        ids = tuple(int(each) for each in prompt)
-        vocab_size = next(iter(self.plans.values())).plan.target.spec.vocab_size
-        if options.stop_texts and tokenizer is None:
-            raise ValueError(f"stop_texts is {options.stop_texts}, and the engine has no tokenizer to find them with")
-        stop_ids = options.stop_ids if options.stop_ids is not None else () if tokenizer is None else tokenizer.stop_ids
-        for field, values in (("prompt", ids), ("stop_ids", stop_ids)):
-            wrong = [token for token in values if not 0 <= token < vocab_size]
-            if wrong:
-                raise ValueError(f"{field} holds {wrong[0]}; token ids of this target lie in 0..{vocab_size - 1}")
-        if not ids:
-            raise ValueError("prompt is empty; every request needs at least one token")
-        if len(stop_ids) > self.config.num_stop_ids:
-            raise ValueError(f"stop_ids has {len(stop_ids)} tokens; the engine's num_stop_ids allows {self.config.num_stop_ids}")
-        room = self.config.slot_ladder[-1]
-        if len(ids) + options.max_new_tokens > room:
-            need = f"{len(ids)} prompt tokens + a budget of {options.max_new_tokens} = {len(ids) + options.max_new_tokens}"
-            raise ValueError(f"max_new_tokens is {options.max_new_tokens}; the request needs {need}, and the engine has room for {room}")
-        return ids, stop_ids
+        return not self._is_served() and self.step()
 
     # --- the loop
 
@@ -164,23 +148,42 @@ class EngineCore:
 
     def step(self) -> bool:
         """Read, place, launch, look: see the top of the file. Gives whether there was anything to do."""
-        if self.idle:
-            return False
-        began, waited = self._clock(), self.metrics.waited_seconds
-        try:
-            self._take_in()
-            self._read()
-            self._place()
-            # At most so many rounds are launched and not looked at, this one included.
-            self._look_until(self.config.rounds_in_flight - 1)
-            if not self._launch():
-                self._look_until(max(sum(isinstance(each, _Round) for each in self._in_flight) - 1, 0), firsts=True)
-        except Exception as error:
-            self._recover(error)
-        self.metrics.host_seconds += self._clock() - began - (self.metrics.waited_seconds - waited)
-        self.metrics.waiting, self.metrics.reading = len(self._waiting), int(self._reading is not None) + len(self._ready)
-        self.metrics.decoding = sum(row is not None for row in self._rows)
+        with self._stepping:
+            if self.idle:
+                return False
+            began, waited = self._clock(), self.metrics.waited_seconds
+            try:
+                self._go_on()
+            except Exception as error:
+                self._recover(error)
+            except BaseException:
+                # What was half done is done again.
+                self._interrupted = True
+                raise
+            self.metrics.host_seconds += self._clock() - began - (self.metrics.waited_seconds - waited)
+            self.metrics.waiting, self.metrics.reading = len(self._waiting), int(self._reading is not None) + len(self._ready)
+            self.metrics.decoding = sum(row is not None for row in self._rows)
         return True
+
+    def _go_on(self) -> None:
+        if self._interrupted:
+            self._interrupted = False
+            self._begin_again()
+        self._take_in()
+        self._read()
+        self._place()
+        # At most so many rounds are launched and not looked at, this one included.
+        self._look_until(self.config.rounds_in_flight - 1)
+        if not self._launch():
+            self._look_until(max(sum(isinstance(each, _Round) for each in self._in_flight) - 1, 0), firsts=True)
+
+    def settle(self) -> None:
+        """Wait until the device has done what it was given, and look at all of it: for measurements."""
+        with self._stepping:
+            try:
+                self._look_until(0, firsts=True)
+            except Exception as error:
+                self._recover(error)
 
     def _everybody(self) -> list[ActiveRequest]:
         held = [*self._ready, *(row for row in self._rows if row is not None)]
@@ -191,9 +194,10 @@ class EngineCore:
             self._waiting += self._inbox
             self._inbox.clear()
             cancelled, self._cancelled = self._cancelled, set()
+            everybody, self._cancel_all = self._cancel_all, False
         now = self._clock()
         for request in self._everybody():
-            if request.id in cancelled:
+            if everybody or request.id in cancelled:
                 self._end(request, "cancelled")
             elif request.options.deadline is not None and now - request.metrics.submitted >= request.options.deadline:
                 self._end(request, "deadline")
@@ -223,6 +227,8 @@ class EngineCore:
             request.row = request.reading = self._reading = None
             self._ready.append(request)
             self._in_flight.append(_First(request, ticket))
+            # At once, so that no more than one request is ready and not in its row.
+            self._place()
             if not decoding:
                 return
 
@@ -249,25 +255,25 @@ class EngineCore:
             self._spare_rounds = 0
         while self._ready:
             request, slot = self._ready[0], self._rows.index(None)
+            self._placing = request
             self._executor.insert(request.row_state, slot)
+            self._placing = None
             self._ready.popleft()
             request.row_state = None
             self._rows[slot] = request
             self._release.discard(slot)
 
-    def _wanted_shape(self) -> BatchShape:
-        """The smallest shape that holds everybody; a smaller one than now only after some rounds with room to spare."""
+    def _smallest_shape(self) -> BatchShape:
         held = [*self._ready, *(row for row in self._rows if row is not None)]
         rows = next(size for size in self.config.row_ladder if size >= len(held))
-        slots = next(size for size in self.config.slot_ladder if size >= max((each.num_slots for each in held), default=0))
-        now = self._executor.shape
-        if rows < now.rows or slots < now.slots:
-            self._spare_rounds += 1
-            if self._spare_rounds <= self.config.shrink_after:
-                return BatchShape(max(rows, now.rows), max(slots, now.slots))
-        else:
-            self._spare_rounds = 0
-        return BatchShape(rows, slots)
+        return BatchShape(rows, next(size for size in self.config.slot_ladder if size >= max((each.num_slots for each in held), default=0)))
+
+    def _wanted_shape(self) -> BatchShape:
+        """The smallest shape that holds everybody; a smaller one than now only after some rounds with room to spare."""
+        now, least = self._executor.shape, self._smallest_shape()
+        if self._spare_rounds < self.config.shrink_after:
+            return BatchShape(max(least.rows, now.rows), max(least.slots, now.slots))
+        return least
 
     def _launch(self) -> bool:
         placed = tuple((slot, request) for slot, request in enumerate(self._rows) if request is not None)
@@ -277,6 +283,8 @@ class EngineCore:
         release[list(self._release)] = True
         self._release.clear()
         self._in_flight.append(_Round(self._executor.launch(release), placed, self._executor.shape, self._clock()))
+        least, now = self._smallest_shape(), self._executor.shape
+        self._spare_rounds = self._spare_rounds + 1 if least.rows < now.rows or least.slots < now.slots else 0
         return True
 
     # --- what has come back
@@ -285,10 +293,9 @@ class EngineCore:
         """Look at what is in flight, oldest first, until at most so many rounds are left (and, if asked, no first tokens before them)."""
         rounds = sum(isinstance(each, _Round) for each in self._in_flight)
         while self._in_flight and (rounds > rounds_left or (firsts and isinstance(self._in_flight[0], _First))):
-            entry = self._in_flight[0]
+            entry = self._in_flight.popleft()
             rounds -= isinstance(entry, _Round)
             self._look_at(entry)
-            self._in_flight.popleft()
 
     def _look_at(self, entry: _First | _Round) -> None:
         began = self._clock()
@@ -311,7 +318,8 @@ class EngineCore:
         request.metrics.first_token = self._clock()
         request.rounds = 1
         self.metrics.emitted_tokens += 1
-        self._add(request, [token])
+        self.metrics.first_tokens += 1
+        self._add(request, [token], of_round=False)
 
     def _take_round(self, entry: _Round, stats: Any) -> None:
         now = self._clock()
@@ -322,33 +330,27 @@ class EngineCore:
                 continue
             request.strikes = 0
             request.rounds += 1
-            count = int(stats.emitted[slot])
             request.metrics.rounds += 1
             request.metrics.verified += int(stats.verified[slot])
             kept = [*stats.drafts[slot, : int(stats.num_accepted[slot])].tolist(), int(stats.next_id[slot])]
-            counted = self._add(request, kept[:count])
-            request.metrics.emitted += counted
-            emitted += counted
-        slots = [slot for slot, _ in took_part]
-        verified, drafted = int(stats.verified[slots].sum()), bool(stats.drafted)
-        bucket = plan.bucket(entry.shape.rows, len(took_part) + verified, drafted) if took_part else 0
-        record = RoundRecord(
-            rows=entry.shape.rows,
-            slots=entry.shape.slots,
-            active=len(took_part),
-            verified=verified,
-            bucket=bucket,
-            drafted=drafted,
-            emitted=emitted,
-            predicted_seconds=plan.seconds(bucket, drafted) if took_part else None,
-            seconds=now - max(entry.launched, self._device_free),
-        )
+            emitted += self._add(request, kept[: int(stats.emitted[slot])])
+        for slot, request in entry.placed:
+            if not stats.active[slot] and not request.ended:
+                self._end(request, "error", RuntimeError("the device has ended the request, and nothing that it said was an end"))
+        self._barren_recoveries = 0 if emitted else self._barren_recoveries
+        seconds = now - max(entry.launched, self._device_free)
         self._device_free = now
-        self.metrics.add_round(record)
+        self.metrics.add_round(record_of(plan, entry.shape, stats, emitted, seconds))
 
-    def _add(self, request: ActiveRequest, ids: list[int]) -> int:
+    def _add(self, request: ActiveRequest, ids: list[int], of_round: bool = True) -> int:
         """Tokens of a request, which may end with them; gives how many counted."""
-        count, reason = request.add(ids)
+        try:
+            count, reason = request.add(ids)
+        except Exception as unreadable:
+            self._end(request, "error", unreadable)
+            return 0
+        if of_round:
+            request.metrics.emitted += count
         if reason is not None:
             self._end(request, reason)
         return count
@@ -370,22 +372,25 @@ class EngineCore:
         except Exception as unreadable:
             text, reason, error = None, "error", unreadable
         said = None if error is None else f"{type(error).__name__}: {error}"
-        completion = Completion(request.id, tuple(request.answer), text, reason, request.metrics, said)
+        completion = Completion(request.id, tuple(request.answer), text, reason, dataclasses.replace(request.metrics), said)
         self.metrics.add_completion(completion)
         request.handle.end(completion)
 
     # --- errors
 
     def _recover(self, error: Exception) -> None:
-        """Behind an error of the device: whom it concerns ends with it, the others are prefilled again from what they have.
+        """Behind an error: whom it concerns ends with it, the others are prefilled again from what they have.
 
-        A first token concerns its request. Of a round it is not known whom it concerns: everybody is tried again, first together, and
-        where that fails as well, one by one; who fails alone is the one.
+        A first token concerns its request, and so does putting it into its row, if that fails again and again. Of a round, or of a change
+        of the batch's shape, it is not known whom it concerns: everybody is tried again, first together, and where that fails as well, one
+        by one; who fails alone is the one.
         """
-        log.warning("the device reported an error, and requests are prefilled again: %s: %s", type(error).__name__, error)
+        log.warning("requests are prefilled again behind an error: %s: %s", type(error).__name__, error)
         self.metrics.recoveries += 1
-        failed, self._failed = self._failed, None
-        involved = [request for request in self._rows if request is not None]
+        self._barren_recoveries += 1
+        failed, placing = self._failed, self._placing
+        self._failed = self._placing = None
+        involved = [*self._ready, *(request for request in self._rows if request is not None)] if placing is None else [placing]
         if isinstance(failed, _First):
             self._end(failed.request, "error", error)
         elif len(involved) == 1 and involved[0].strikes >= ALONE:
@@ -393,6 +398,12 @@ class EngineCore:
         else:
             for request in involved:
                 request.strikes += 1
+        if self._barren_recoveries > (ALONE + 2) * (len(self._everybody()) + 1):
+            self._give_up(error)
+        self._begin_again()
+
+    def _begin_again(self) -> None:
+        """An empty batch; whoever was in the old one, or on its way there, waits again, before those who came later."""
         again = [each for each in self._everybody() if not each.ended and each not in self._waiting]
         for request in sorted(again, key=lambda each: each.id, reverse=True):
             request.forget_reading()
@@ -402,17 +413,19 @@ class EngineCore:
         self._release.clear()
         self._reading = None
         shape = BatchShape(self.config.row_ladder[0], self.config.slot_ladder[0])
+        self._rows = [None] * shape.rows
+        self._spare_rounds = 0
         try:
             self._executor.reset(shape)
         except Exception as worse:
             self._give_up(worse)
             raise
-        self._rows = [None] * shape.rows
-        self._spare_rounds = 0
 
     def _give_up(self, error: Exception) -> None:
         """Nothing can go on: everybody ends with the error."""
-        for request in (*self._everybody(), *self._inbox):
+        with self._doors:
+            self._waiting += self._inbox
+            self._inbox.clear()
+        for request in self._everybody():
             self._end(request, "error", error)
         self._waiting.clear()
-        self._inbox.clear()

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dspark_jax.requests import FINISH_REASONS, Completion
+from dspark_jax.round_plans import RoundPlan
+from dspark_jax.slot_executor import BatchShape
 
 QUANTILES_OF = 1000
 """Finished requests and rounds that are remembered one by one."""
@@ -23,7 +25,8 @@ class RoundRecord:
       drafted: whether the drafter ran.
       emitted: tokens.
       predicted_seconds: what the cost curve says of it; None without one.
-      seconds: from when the device could begin with it (launch, or the end of the round before) to when its end was seen.
+      seconds: from when the device could begin with it (launch, or the end of the round before) to when its end was seen; with the
+        chunks of prompts that it read before the round, which `predicted_seconds` leaves out.
     """
 
     rows: int
@@ -37,6 +40,15 @@ class RoundRecord:
     seconds: float
 
 
+def record_of(plan: RoundPlan, shape: BatchShape, stats: Any, emitted: int, seconds: float) -> RoundRecord:
+    """The record of a round from its `RoundStats` in numpy arrays; `emitted` are the tokens that counted."""
+    active, drafted = int(stats.active.sum()), bool(stats.drafted)
+    verified = int(stats.verified[stats.active].sum())
+    bucket = plan.bucket(shape.rows, active + verified, drafted) if active else 0
+    predicted = plan.seconds(bucket, drafted) if active else None
+    return RoundRecord(shape.rows, shape.slots, active, verified, bucket, drafted, emitted, predicted, seconds)
+
+
 @dataclasses.dataclass
 class EngineMetrics:
     """Sums since the start of an engine; seconds on its clock.
@@ -45,9 +57,10 @@ class EngineMetrics:
       submitted, refused: requests; the refused ones never got in.
       finished: by reason.
       waiting, reading, decoding: requests that are queued, in prefill, in rounds, at the moment.
-      prefill_tokens, emitted_tokens, verified_tokens, pass_tokens: tokens read, tokens of answers (the first ones counted), drafts
-        verified, and flat tokens of the target's passes, padding included.
+      prefill_tokens, emitted_tokens, first_tokens, verified_tokens, pass_tokens: tokens read, tokens of answers, those of them that came
+        from prefill, drafts verified, and flat tokens of the target's passes, padding included.
       rounds, empty_rounds: rounds with requests; and launched ones that found everybody finished.
+      request_rounds: requests of all rounds.
       recoveries: times that all requests were prefilled again behind an error.
       host_seconds, waited_seconds: of the host's loop, doing things and waiting for the device.
       latest: the last rounds.
@@ -62,10 +75,12 @@ class EngineMetrics:
     decoding: int = 0
     prefill_tokens: int = 0
     emitted_tokens: int = 0
+    first_tokens: int = 0
     verified_tokens: int = 0
     pass_tokens: int = 0
     rounds: int = 0
     empty_rounds: int = 0
+    request_rounds: int = 0
     recoveries: int = 0
     host_seconds: float = 0.0
     waited_seconds: float = 0.0
@@ -78,6 +93,7 @@ class EngineMetrics:
             self.empty_rounds += 1
             return
         self.rounds += 1
+        self.request_rounds += record.active
         self.emitted_tokens += record.emitted
         self.verified_tokens += record.verified
         self.pass_tokens += record.bucket
@@ -96,8 +112,9 @@ class EngineMetrics:
 
     def counters(self) -> Mapping[str, int | float]:
         """Everything that only grows, by name; the reasons of finished requests are named `finished_REASON`."""
-        names = ("submitted", "refused", "prefill_tokens", "emitted_tokens", "verified_tokens", "pass_tokens", "rounds", "empty_rounds")
-        sums = {name: getattr(self, name) for name in (*names, "recoveries", "host_seconds", "waited_seconds")}
+        requests, rounds = ("submitted", "refused"), ("rounds", "empty_rounds", "request_rounds", "recoveries")
+        tokens = ("prefill_tokens", "emitted_tokens", "first_tokens", "verified_tokens", "pass_tokens")
+        sums = {name: getattr(self, name) for name in (*requests, *tokens, *rounds, "host_seconds", "waited_seconds")}
         return sums | {f"finished_{reason}": count for reason, count in self.finished.items()}
 
     def gauges(self) -> Mapping[str, int]:

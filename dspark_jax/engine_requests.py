@@ -1,13 +1,14 @@
 """A request inside the engine: its text so far, how far it has been read, and when it ends."""
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from dspark_jax.decode_state import OwnNoise
 from dspark_jax.engine_config import EngineConfig
-from dspark_jax.requests import FinishReason, Handle, RequestMetrics, RequestOptions
+from dspark_jax.requests import FinishReason, Handle, RequestMetrics, RequestOptions, whole_numbers
 from dspark_jax.sampling import Sampling
 from dspark_jax.slot_executor import NewRow, blank_row
 from dspark_jax.stop_texts import StopTexts
@@ -95,6 +96,7 @@ class ActiveRequest:
         ids, stop_ids = np.asarray(row.ids), np.full((1, config.num_stop_ids), -1, np.int32)
         ids[0, : len(text)] = text
         stop_ids[0, : len(self.stop_ids)] = self.stop_ids
+        # Requests are numbered from 1: nobody else has the bits of a seed of one's own.
         seed, sample = (config.seed, self.id) if options.seed is None else (options.seed, 0)
 
         def one(value: float, dtype: Any = np.int32) -> Any:
@@ -111,3 +113,39 @@ class ActiveRequest:
             sampling=Sampling(one(options.temperature, np.float32), one(options.top_k), one(options.top_p, np.float32)),
             own_noise=OwnNoise(np.array([[seed & 0xFFFFFFFF, seed >> 32]], np.uint32), one(sample)),  # pyright: ignore[reportArgumentType]
         )
+
+
+def checked_request(
+    prompt: Any, options: RequestOptions, config: EngineConfig, vocab_size: int, tokenizer: Tokenizer | None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Ids of a prompt and of the stop tokens.
+
+    Args:
+      prompt: see `EngineCore.submit`.
+
+    Raises:
+      ValueError: something that is not there or not possible, or a request that no batch has room for.
+    """
+    if isinstance(prompt, str) or (isinstance(prompt, Sequence) and len(prompt) and isinstance(prompt[0], Mapping)):
+        if tokenizer is None:
+            raise ValueError("prompt is a text, and the engine has no tokenizer; allowed are token ids")
+        prompt = tokenizer.encode(prompt) if isinstance(prompt, str) else tokenizer.encode_chat(prompt)
+    ids = whole_numbers("prompt", prompt)
+    if options.stop_texts and tokenizer is None:
+        raise ValueError(f"stop_texts is {options.stop_texts}, and the engine has no tokenizer to find them with")
+    stop_ids = options.stop_ids
+    if stop_ids is None:
+        stop_ids = () if tokenizer is None else tokenizer.stop_ids
+    for field, values in (("prompt", ids), ("stop_ids", stop_ids)):
+        wrong = [token for token in values if not 0 <= token < vocab_size]
+        if wrong:
+            raise ValueError(f"{field} holds {wrong[0]}; token ids of this target lie in 0..{vocab_size - 1}")
+    if not ids:
+        raise ValueError("prompt is empty; every request needs at least one token")
+    if len(stop_ids) > config.num_stop_ids:
+        raise ValueError(f"stop_ids has {len(stop_ids)} tokens; the engine's num_stop_ids allows {config.num_stop_ids}")
+    room = config.slot_ladder[-1]
+    if len(ids) + options.max_new_tokens > room:
+        need = f"{len(ids)} prompt tokens + a budget of {options.max_new_tokens} = {len(ids) + options.max_new_tokens}"
+        raise ValueError(f"max_new_tokens is {options.max_new_tokens}; the request needs {need}, and the engine has room for {room}")
+    return ids, tuple(stop_ids)

@@ -2,10 +2,13 @@
 
 import asyncio
 import dataclasses
+import operator
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from typing import Any, Literal, get_args
+
+import numpy as np
 
 from dspark_jax.sampling import Sampling
 from dspark_jax.stop_texts import StopTexts
@@ -15,6 +18,21 @@ FinishReason = Literal["stop_id", "stop_text", "budget", "cancelled", "deadline"
 """How a request ends: by a stop token, by a stop text, with its budget used up, by `cancel`, late, or by an error."""
 
 FINISH_REASONS: tuple[str, ...] = get_args(FinishReason)
+
+
+def whole_numbers(field: str, values: Any) -> tuple[int, ...]:
+    """`values` as integers.
+
+    Raises:
+      ValueError: no sequence, or something in it that is no integer.
+    """
+    if isinstance(values, str) or not isinstance(values, Sequence | np.ndarray):
+        raise ValueError(f"{field} is {values!r}; allowed is a sequence of integers")
+    try:
+        return tuple(operator.index(each) for each in values)
+    except TypeError:
+        wrong = next(each for each in values if not hasattr(each, "__index__"))
+        raise ValueError(f"{field} has {wrong!r}; allowed are integers") from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +59,14 @@ class RequestOptions:
     deadline: float | None = None
 
     def __post_init__(self) -> None:
+        whole_numbers("max_new_tokens", (self.max_new_tokens,))
+        whole_numbers("top_k", (self.top_k,))
+        if self.stop_ids is not None:
+            whole_numbers("stop_ids", self.stop_ids)
+        if self.seed is not None:
+            whole_numbers("seed", (self.seed,))
+        if self.top_k >= 2**31:
+            raise ValueError(f"top_k is {self.top_k}; allowed are integers below 2**31")
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {self.max_new_tokens}; it must be at least 1")
         if self.seed is not None and not 0 <= self.seed < 2**64:
@@ -125,12 +151,15 @@ class Handle:
         request_id: int,
         cancel: Callable[[int], None],
         advance: Callable[[], bool],
+        is_served: Callable[[], bool],
         tokenizer: Tokenizer | None = None,
         stop_texts: tuple[str, ...] = (),
     ) -> None:
         self.request_id = request_id
         self.completion: Completion | None = None
-        self._cancel, self._advance, self._tokenizer, self._stop_texts = cancel, advance, tokenizer, stop_texts
+        self._cancel, self._advance, self._is_served = cancel, advance, is_served
+        self._tokenizer, self._stop_texts = tokenizer, stop_texts
+        self._watchers: list[Callable[[], None]] = []
         self._ids: list[int] = []
         self._changed = threading.Condition()
 
@@ -140,13 +169,18 @@ class Handle:
         """Tokens that have been decided on."""
         with self._changed:
             self._ids += ids
-            self._changed.notify_all()
+            self._tell()
 
     def end(self, completion: Completion) -> None:
         """The request has ended."""
         with self._changed:
             self.completion = completion
-            self._changed.notify_all()
+            self._tell()
+
+    def _tell(self) -> None:
+        self._changed.notify_all()
+        for watcher in self._watchers:
+            watcher()
 
     # --- for everybody
 
@@ -170,34 +204,51 @@ class Handle:
         return self.completion
 
     def __iter__(self) -> Iterator[Piece]:
-        stream, stops = None if self._tokenizer is None else self._tokenizer.stream(skip_special=True), StopTexts(self._stop_texts)
-        given, text = 0, ""
-        while True:
-            self._wait(lambda known=given: len(self._ids) > known or self.completion is not None)
-            # The end is looked at first: no token comes behind it.
-            ended = self.completion
-            ids = tuple(self._ids[given:])
-            given += len(ids)
-            if ended is not None and ended.text is not None:
-                piece = ended.text[len(text) :]
-            elif stream is not None:
-                stream, piece = stream.push(ids)
-                stops, piece = stops.push(piece)
-            else:
-                piece = ""
-            text += piece
-            if ids or piece:
-                yield Piece(ids, piece)
-            if ended is not None:
-                return
+        reader = _Reader(self._tokenizer, self._stop_texts)
+        while not reader.ended:
+            self._wait(lambda: self._has_more(reader))
+            completion = self.completion
+            if (piece := reader.read(self._ids, completion)) is not None:
+                yield piece
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
-        pieces, end = iter(self), object()
-        while (piece := await asyncio.to_thread(next, pieces, end)) is not end:
-            yield piece  # pyright: ignore[reportReturnType]
+        reader = _Reader(self._tokenizer, self._stop_texts)
+        while not reader.ended:
+            await self._wait_in_loop(lambda: self._has_more(reader))
+            completion = self.completion
+            if (piece := reader.read(self._ids, completion)) is not None:
+                yield piece
 
     def __await__(self) -> Generator[Any, None, Completion]:
-        return asyncio.to_thread(self.result).__await__()
+        return self._completed().__await__()
+
+    async def _completed(self) -> Completion:
+        await self._wait_in_loop(lambda: self.completion is not None)
+        assert self.completion is not None
+        return self.completion
+
+    def _has_more(self, reader: "_Reader") -> bool:
+        return len(self._ids) > reader.given or self.completion is not None
+
+    async def _wait_in_loop(self, there: Callable[[], bool]) -> None:
+        """As `_wait`, without holding a thread for it: the engine's own says when there is something new."""
+        loop, changed = asyncio.get_running_loop(), asyncio.Event()
+
+        def tell() -> None:
+            loop.call_soon_threadsafe(changed.set)
+
+        with self._changed:
+            self._watchers.append(tell)
+        try:
+            while not there():
+                if self._is_served():
+                    await changed.wait()
+                    changed.clear()
+                else:
+                    await asyncio.to_thread(self._advance)
+        finally:
+            with self._changed:
+                self._watchers.remove(tell)
 
     def _wait(self, there: Callable[[], bool], timeout: float | None = None) -> None:
         until = None if timeout is None else time.monotonic() + timeout
@@ -206,3 +257,36 @@ class Handle:
         with self._changed:
             if not self._changed.wait_for(there, None if until is None else max(until - time.monotonic(), 0)):
                 raise TimeoutError(f"request {self.request_id} has not ended within {timeout} seconds")
+
+
+class _Reader:
+    """Turns the tokens of a handle into pieces."""
+
+    def __init__(self, tokenizer: Tokenizer | None, stop_texts: tuple[str, ...]) -> None:
+        self.given, self.ended = 0, False
+        self._stream = None if tokenizer is None else tokenizer.stream(skip_special=True)
+        self._stops, self._text = StopTexts(stop_texts), ""
+
+    def read(self, ids: Sequence[int], completion: Completion | None) -> Piece | None:
+        """What is new; None where that is nothing. `completion` was looked at before `ids`: no token comes behind it."""
+        new = tuple(ids[self.given :])
+        self.given += len(new)
+        self.ended = completion is not None
+        if completion is not None and completion.text is not None:
+            text = completion.text[len(self._text) :]
+        else:
+            text = self._shown(new)
+        self._text += text
+        return Piece(new, text) if new or text else None
+
+    def _shown(self, ids: tuple[int, ...]) -> str:
+        if self._stream is None:
+            return ""
+        try:
+            self._stream, text = self._stream.push(ids)
+        except ValueError:
+            # An id that the tokenizer does not know; the request ends with the same error.
+            self._stream = None
+            return ""
+        self._stops, text = self._stops.push(text)
+        return text

@@ -6,6 +6,7 @@ read a chunk of one request's text, begin its rounds, put it into a row, change 
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -56,8 +57,11 @@ def _history_of(old: DraftHistory, blank: DraftHistory, place: Array, kept: Arra
     if old.survival.shape[2] != blank.survival.shape[2]:
         return dataclasses.replace(blank, round=old.round)
     rounds = min(old.survival.shape[0], blank.survival.shape[0])
-    survival = jnp.where(kept[:, None], old.survival[:rounds, place], blank.survival[:rounds])
     request_id = jnp.where(kept, old.request_id[:rounds, place], NOBODY)
+    # A round of which nobody is left says nothing, least of all that drafting does not pay.
+    told = jnp.any(request_id != NOBODY, axis=1, keepdims=True)
+    request_id = jnp.where(told, request_id, blank.request_id[:rounds])
+    survival = jnp.where((told & kept)[..., None], old.survival[:rounds, place], blank.survival[:rounds])
     return DraftHistory(
         survival=jnp.concatenate([survival, blank.survival[rounds:]]),
         request_id=jnp.concatenate([request_id, blank.request_id[rounds:]]),
@@ -139,15 +143,20 @@ class DeviceSlots:
 
     def cache_bytes(self, shape: BatchShape) -> int:
         """What a batch of this shape holds: caches, drafter state and the rest, over all devices."""
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(lambda: self._empty(shape))))
+        return self._bytes(jax.eval_shape(lambda: self._empty(shape)))
 
     def peak_bytes(self, largest: BatchShape) -> int:
-        """The most that is held at a time up to a shape: a batch, the one it is changed into, and two requests that are being read."""
+        """The most that is held at a time up to a shape: a batch and the one it is changed into, a request that is being read, and one
+        that is ready."""
         sizes = sorted(self.cache_bytes(shape) for shape in self.shapes if shape.rows <= largest.rows and shape.slots <= largest.slots)
-        reading = sum(
-            leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(lambda: self._caches(1, self.slot_ladder[-1])))
-        )
-        return sum(sizes[-2:]) + 2 * reading
+        return sum(sizes[-2:]) + 2 * self._bytes(jax.eval_shape(lambda: self._caches(1, self.slot_ladder[-1])))
+
+    def _bytes(self, tree: Any) -> int:
+        """Bytes of abstract arrays over all devices: what is not split is on each of them."""
+        if self.mesh is None:
+            return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+        parts = [(self._sharding(leaf).shard_shape(leaf.shape), leaf.dtype.itemsize) for leaf in jax.tree.leaves(tree)]
+        return self.mesh.size * sum(math.prod(shape) * size for shape, size in parts)
 
     # --- programs
 
@@ -302,6 +311,9 @@ class DeviceSlots:
             source[: len(kept)] = kept
             self._state = self._program("resize", self.shape, following)(self._state, source)
             self.shape, kept = following, range(len(kept))
+            if self.shape != shape:
+                # Never three batches at a time.
+                jax.block_until_ready(self._state)
 
     def _towards(self, shape: BatchShape) -> BatchShape:
         def nearer(ladder: list[int], here: int, there: int) -> int:

@@ -11,6 +11,7 @@ already is not measured again unless `--again`.
 """
 
 import dataclasses
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -97,11 +98,13 @@ def measure(options: LoadOptions, models: Models, users: int, console: Console) 
     with Progress(console=console, transient=True) as progress:
         bar = progress.add_task(f"{users} users", total=len(loops) * (options.windows + 1))
         for turn in range(options.windows + 1):
-            for policy, loop in loops.items():
+            # Who goes after whom changes from turn to turn.
+            order = list(loops)
+            for policy in order[turn % len(order) :] + order[: turn % len(order)]:
                 if turn == 0:
-                    loop.fill()
+                    loops[policy].fill()
                 else:
-                    windows[policy].append(loop.window(options.window))
+                    windows[policy].append(loops[policy].window(options.window))
                 progress.advance(bar)
     return windows, {policy: loop.engine.metrics.host_share for policy, loop in loops.items()}
 
@@ -113,9 +116,9 @@ def row_of(policy: str, users: int, windows: Mapping[str, Sequence[Window]], hos
         "policy": policy,
         "concurrency": users,
         "throughput": _rate(own),
-        "per_user": sum(each.emitted for each in own) / sum(each.request_seconds for each in own),
+        "per_user": sum(each.emitted - each.first for each in own) / sum(each.request_seconds for each in own),
         "mean_verified": sum(each.verified for each in own) / sum(each.rounds for each in own),
-        "accepted_length": sum(each.emitted for each in own) / sum(each.rounds for each in own),
+        "accepted_length": sum(each.emitted - each.first for each in own) / sum(each.rounds for each in own),
     }
     for name in (PLAIN, BASELINE):
         ratio, low, high = _paired(own, windows[name], seed) if name in windows else (None, None, None)
@@ -142,18 +145,19 @@ def _paired(own: Sequence[Window], other: Sequence[Window], seed: int, draws: in
 def run(options: LoadOptions, console: Console) -> None:
     """Measure what is not there yet; every file is written whole after each number of users."""
     models = load_models(options.target, options.drafter, options.curves)
-    table_file = options.out / "load_curve.csv"
+    table_file, note_file = options.out / "load_curve.csv", options.out / "load_curve.json"
     rows = [] if options.again else read_rows(table_file)
+    if rows and note_file.is_file() and json.loads(note_file.read_text())["options"] != as_plain(options):
+        raise ValueError(f"out is {options.out}, which holds a load curve of other options; --again measures it anew")
     for users in options.concurrency:
-        if {policy for policy in options.policies} <= {row["policy"] for row in rows if row["concurrency"] == users}:
+        if any(row["concurrency"] == users for row in rows):
             console.print(f"{users} users: there already")
             continue
         windows, shares = measure(options, models, users, console)
-        rows = [row for row in rows if row["concurrency"] != users]
         rows += [row_of(policy, users, windows, shares[policy], options.seed) for policy in options.policies]
         rows.sort(key=lambda row: (row["concurrency"], POLICIES.index(str(row["policy"]))))
         write_csv(table_file, rows)
-        write_json(options.out / "load_curve.json", {"device": describe_device(), "options": as_plain(options), **findings(rows)})
+        write_json(note_file, {"device": describe_device(), "options": as_plain(options), **findings(rows)})
         draw_curves(options.out / "load_curve.png", [Curve.of(policy, rows) for policy in options.policies])
     show(rows, console)
     if options.arrival_rates:
@@ -181,7 +185,10 @@ def measure_arrivals(options: LoadOptions, models: Models, console: Console) -> 
 def as_plain(options: LoadOptions) -> dict[str, Any]:
     """The options as JSON takes them, without places on this machine."""
     content = dataclasses.asdict(options)
-    return {name: value for name, value in content.items() if name not in ("out", "again", "curves", "drafter")} | {
+    varying = ("out", "again", "curves", "drafter", "concurrency", "arrival_rates", "arrivals")
+    # As JSON gives it back.
+    content = {name: list(value) if isinstance(value, tuple) else value for name, value in content.items() if name not in varying}
+    return content | {
         "curves": options.curves.stem,
         "drafter": Path(options.drafter).name,
     }

@@ -17,7 +17,7 @@ from experiments.model_presets import ModelPreset, qwen3_8b
 from experiments.recorded_rounds import load_recorded
 from experiments.replay import Table, table_of
 from experiments.roofline_curves import H200, dspark_costs, mtp_costs, roofline_family
-from experiments.short_blocks import chunk_seconds, with_block_size
+from experiments.short_blocks import best_block_sizes, chunk_seconds, with_block_size
 from experiments.simulated_load import Serving
 from experiments.simulated_slots import ReadingCosts
 from experiments.step_curves import CurveFamily, RoundCosts, read_family
@@ -103,11 +103,17 @@ class RecordedSetting:
         return cls(name, table, costs, blocks.block_size, tuple(usual), prefill_chunk, slots_ahead)
 
     def serving(self, policy: str) -> Serving:
-        """See `Setting`. A fixed length has a drafter of blocks of that length, whose costs are estimates (`short_blocks`)."""
+        """See `Setting`. A fixed length has a drafter of blocks of that length, whose costs are estimates (`short_blocks`), and so does the
+        scheduler at every number of requests."""
         table, costs, continuation = self.table, self.costs, self.continuation
         reading = ReadingCosts(chunk_seconds(costs, self.prefill_chunk, commits=policy != PLAIN))
-        if policy in (PLAIN, SCHEDULER):
-            return Serving(table, costs, continuation, None, policy != PLAIN, reading, self.slots_ahead)
+        if policy == PLAIN:
+            return Serving(table, costs, continuation, None, False, reading, self.slots_ahead)
+        if policy == SCHEDULER:
+            sizes = best_block_sizes(costs, continuation)
+            shorter = {size: with_block_size(costs, size, self.block_size, in_between=True) for size in set(sizes.values())}
+            costs = {rows: shorter[size][rows] for rows, size in sizes.items()}
+            return Serving(table, costs, continuation, None, True, reading, self.slots_ahead, sizes)
         length = fixed_length(policy, self.block_size, (PLAIN, SCHEDULER))
         if length < self.block_size:
             table, costs = first_drafts(table, length), with_block_size(costs, length, self.block_size)

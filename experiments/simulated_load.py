@@ -43,6 +43,7 @@ class Serving:
       drafts: False for plain decoding, which has no drafter to tell of anything.
       reading: what prefill takes.
       slots_ahead: see `SimulatedSlots`.
+      block_sizes: length of blocks by number of requests, with `costs` of such; None: those of the table.
     """
 
     table: Table
@@ -52,6 +53,7 @@ class Serving:
     drafts: bool = True
     reading: ReadingCosts = dataclasses.field(default_factory=ReadingCosts)
     slots_ahead: int | None = None
+    block_sizes: Mapping[int, int] | None = None
 
     def plans(self, row_ladder: tuple[int, ...]) -> dict[int, RoundPlan]:
         """What `Engine` would make of it.
@@ -68,6 +70,8 @@ class Serving:
             plain = {rows: dataclasses.replace(curve, draft_seconds=0.0) for rows, curve in undrafted.items()}
             return {rows: RoundPlan(DecodePlan(target), (rows,), plain[rows], plain[rows]) for rows in row_ladder}
         drafter: Any = RecordedDrafter(self.table.survival.shape[2])
+        if self.block_sizes is not None:
+            drafter = {rows: RecordedDrafter(self.block_sizes[rows]) for rows in row_ladder}
         return round_plans(
             target,
             drafter,

@@ -240,7 +240,7 @@ class SimulatedSlots:
             return Finished(self.clock, self._busy(0.0), _stats(active, plan.block_size))
         at = np.where(active, rows.length - table.context[rows.text], 0)
         if plan.block_size:
-            seen = (table.survival[rows.text, at], active, rows.length, rows.request_id)
+            seen = (table.survival[rows.text, at, : plan.block_size], active, rows.length, rows.request_id)
             decision, self._schedule = decide(plan, self._schedule, *seen, self._seed, rows.limit)
             lengths, probe, drafted = np.asarray(decision.lengths), np.asarray(decision.probe), bool(decision.runs)
             accepted = np.where(active, np.minimum(table.accepted[rows.text, at], lengths), 0)
@@ -269,12 +269,16 @@ class SimulatedSlots:
 
 
 def _history_of(old: DraftHistory, blank: DraftHistory, kept: Sequence[int]) -> DraftHistory:
-    """The history of a batch of another shape: its newest rounds, of the rows that are kept."""
+    """The history of a batch of another shape: its newest rounds, of the rows that are kept; none of blocks of another length."""
+    if old.survival.shape[2] != blank.survival.shape[2]:
+        return dataclasses.replace(blank, round=old.round)
     rounds = min(old.survival.shape[0], blank.survival.shape[0])
     survival, request_id = np.array(blank.survival), np.array(blank.request_id)
     request_id[:rounds] = NOBODY
     survival[:rounds, : len(kept)] = np.asarray(old.survival)[:rounds, list(kept)]
     request_id[:rounds, : len(kept)] = np.asarray(old.request_id)[:rounds, list(kept)]
+    nobody = np.flatnonzero((request_id == NOBODY).all(axis=1))
+    survival[nobody], request_id[nobody] = np.asarray(blank.survival)[nobody], np.asarray(blank.request_id)[nobody]
     return DraftHistory(survival=jnp.asarray(survival), request_id=jnp.asarray(request_id), round=old.round)
 
 

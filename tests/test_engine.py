@@ -70,6 +70,13 @@ def test_a_seed_gives_the_same_answer_again(fixed):
     assert first == again != other
 
 
+def test_a_seed_of_one_s_own_shares_no_bits_with_requests_that_have_none(fixed):
+    """Not even the engine's own seed, by which the others are told apart by their numbers."""
+    engine = fixed.engine()
+    handles = [engine.submit([1, 2], max_new_tokens=30, temperature=1.0, seed=seed) for seed in (None, CONFIG.seed, None, 1)]
+    assert len({handle.result().ids for handle in handles}) == 4
+
+
 def _law(params, prompt_token: int, length: int) -> np.ndarray:
     """The chance of every text of `length` tokens behind a prompt of one token, [V, ..., V]."""
     table = np.asarray(jax.nn.softmax(params.target["table"], axis=-1), np.float64)
@@ -264,6 +271,11 @@ def test_the_host_launches_a_round_before_it_has_seen_the_last_one(fixed):
         ([1], {"stop_texts": ("",)}, "stop_texts holds an empty text"),
         ("why?", {}, "no tokenizer"),
         (7, {}, "prompt is 7"),
+        ([1.5], {}, "prompt has 1.5; allowed are integers"),
+        ([1], {"max_new_tokens": 5.5}, "max_new_tokens has 5.5; allowed are integers"),
+        ([1], {"seed": 1.5}, "seed has 1.5"),
+        ([1], {"top_k": 2**40}, "top_k is 1099511627776"),
+        ([1], {"stop_ids": 5}, "stop_ids is 5; allowed is a sequence of integers"),
     ],
 )
 def test_bad_requests_are_refused_and_disturb_nobody(fixed, prompt, fields, message):

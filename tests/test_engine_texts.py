@@ -1,6 +1,7 @@
 """Texts that an engine streams, stop texts, and the ways of waiting for an answer."""
 
 import asyncio
+import contextlib
 import dataclasses
 import threading
 
@@ -81,6 +82,40 @@ def test_a_thread_serves_many_that_wait():
     }
 
 
+def test_many_may_wait_where_no_thread_serves():
+    """Each of them runs the loop in turn."""
+    engine, _ = scripted_engine(SCRIPT, TOKENIZER)
+    handles = [engine.submit(prompt(number % 2), max_new_tokens=40 + number) for number in range(12)]
+    threads = [threading.Thread(target=handle.result, args=(60,)) for handle in handles]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [handle.completion.ids for handle in handles] == [expected(SCRIPT, number % 2, 40 + number) for number in range(12)]
+
+
+@pytest.mark.parametrize("served", [True, False])
+def test_many_may_be_awaited_at_once(served):
+    engine, _ = scripted_engine(SCRIPT, TOKENIZER)
+
+    async def ask():
+        handles = [engine.submit(prompt(number % 2), max_new_tokens=30) for number in range(40)]
+        return await asyncio.gather(*handles)
+
+    with engine if served else contextlib.nullcontext():
+        answers = asyncio.run(ask())
+    assert [answer.ids for answer in answers] == [expected(SCRIPT, number % 2, 30) for number in range(40)]
+
+
+def test_what_a_request_did_is_complete_when_its_end_is_told():
+    engine, _ = scripted_engine(SCRIPT)
+    handle = engine.submit(prompt(1), max_new_tokens=23)
+    told = []
+    handle._watchers.append(lambda: told.append(handle.completion and handle.completion.metrics.emitted))
+    handle.result()
+    assert told[-1] == 22 and told.count(22) == 1
+
+
 def test_leaving_the_engine_waits_for_what_was_submitted_and_an_exception_does_not():
     engine, _ = scripted_engine(SCRIPT, TOKENIZER)
     with engine:
@@ -111,16 +146,20 @@ def test_a_text_that_cannot_be_read_ends_its_request_alone():
     """An id that the tokenizer does not know, as padded vocabularies have them."""
     engine, _ = scripted_engine([[70, 71], [200, 71]], dataclasses.replace(TOKENIZER, backend=Bytes(unknown=200)))
     with engine:
-        good, bad = (engine.submit(prompt(number), max_new_tokens=6) for number in range(2))
-        assert bad.result(timeout=60).reason == "error" and "200" in bad.completion.error
+        good, bad, stopping = (engine.submit(prompt(number), max_new_tokens=6) for number in (0, 1, 1))
+        searched = engine.submit(prompt(1), max_new_tokens=6, stop_texts=("x",))
+        assert [piece.text for piece in stopping if piece.text] == []
+        for handle in (bad, stopping, searched):
+            assert handle.result(timeout=60).reason == "error" and "200" in handle.completion.error
         assert good.result(timeout=60).text == "FGFGFG"
+    assert engine.metrics.recoveries == 0
 
 
 def test_waiting_has_a_limit():
     engine, _ = scripted_engine(SCRIPT, TOKENIZER)
     engine._advance = lambda: False
     handle = engine.submit(prompt(1), max_new_tokens=20)
-    with pytest.raises(TimeoutError, match="request 0 has not ended within 0.01 seconds"):
+    with pytest.raises(TimeoutError, match="request 1 has not ended within 0.01 seconds"):
         handle.result(timeout=0.01)
 
 

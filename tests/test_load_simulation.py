@@ -147,7 +147,8 @@ def test_the_rounds_are_those_of_a_scripted_device_of_the_same_acceptance():
     for name in range(count):
         anchor, number = 0, 1
         while anchor < budget:
-            accepted[name, anchor] = (name * 3 + number * 5) % (BLOCK + 1)
+            # Requests are numbered from 1.
+            accepted[name, anchor] = ((name + 1) * 3 + number * 5) % (BLOCK + 1)
             anchor, number = anchor + int(accepted[name, anchor]) + 1, number + 1
     table = _arrays(
         np.ones((count, budget, BLOCK), np.float32), accepted, np.full(count, budget - 1, np.int32), np.full(count, length + 1, np.int32)

@@ -16,6 +16,7 @@ from dspark_jax.prefill import start
 from dspark_jax.sampling import Sampling
 from dspark_jax.schedule import FixedLength
 from dspark_jax.sharding import batch_sharding, make_mesh, parameter_shardings, replicated
+from dspark_jax.slot_executor import BatchShape
 from dspark_jax.targets.dense import DenseConfig, DenseTarget
 
 # All axes that the rules split are multiples of eight: vocabulary, heads, key heads, MLP and width.
@@ -33,7 +34,8 @@ def _random(model, seed):
 def _begin(plan, params):
     # Warm requests accept many of these untrained drafts, both laws being nearly uniform at a temperature of 4.
     sampling = Sampling.make(4, [0.0, 4.0, 1.0, 4.0], [0, 0, 12, 0])
-    state = start(plan, params, PROMPTS, max_new_tokens=BUDGETS, sampling=sampling, stop_ids=(40,), seed=3, max_len=24)
+    settings = {"sampling": sampling, "stop_ids": (40,), "seed": 3, "request_ids": [1, 2, 3, 4], "max_len": 24}
+    state = start(plan, params, PROMPTS, max_new_tokens=BUDGETS, **settings)
     return jax.block_until_ready(state)
 
 
@@ -84,6 +86,21 @@ def test_a_mesh_of_eight_devices_writes_the_tokens_of_one(one_device, sizes, by_
     assert accepted[1] > 0 and accepted[3] > 0
 
 
+def _engine(params, config, mesh=None):
+    return Engine(TARGET, DRAFTER, params, policy=FixedLength(2), survival=RawSurvival(), config=config, mesh=mesh)
+
+
+def _ask(engine, *last):
+    """The requests of `_begin`, one after another, and then another one."""
+    handles = []
+    for prompt, budget, temperature, top_k in zip(PROMPTS, BUDGETS, [0.0, 4.0, 1.0, 4.0], [0, 0, 12, 0], strict=True):
+        handles.append(engine.submit(prompt, max_new_tokens=budget, temperature=temperature, top_k=top_k, stop_ids=(40,)))
+        engine.step()
+    for prompt, budget in last:
+        engine.submit(prompt, max_new_tokens=budget)
+    return [list(handle.result().ids) for handle in handles], [handle.completion.metrics for handle in handles]
+
+
 def test_the_engine_over_a_mesh_writes_them_too(one_device):
     """[B2] [B3] Rows of the batch over data and fsdp, heads and vocabulary over tensor; requests come one after another."""
     _, target_params, drafter_params, alone, _ = one_device
@@ -91,22 +108,28 @@ def test_the_engine_over_a_mesh_writes_them_too(one_device):
     placed = (
         jax.device_put(params, parameter_shardings(mesh, model)) for model, params in ((TARGET, target_params), (DRAFTER, drafter_params))
     )
-    engine = Engine(
-        TARGET,
-        DRAFTER,
-        DecodeParams.of(TARGET, *placed),
-        policy=FixedLength(2),
-        survival=RawSurvival(),
-        config=EngineConfig(row_ladder=(4,), slot_ladder=(24,), prefill_chunk=4, seed=3),
-        mesh=mesh,
-    )
-    handles = []
-    for prompt, budget, temperature, top_k in zip(PROMPTS, BUDGETS, [0.0, 4.0, 1.0, 4.0], [0, 0, 12, 0], strict=True):
-        handles.append(engine.submit(prompt, max_new_tokens=budget, temperature=temperature, top_k=top_k, stop_ids=(40,)))
-        engine.step()
-    assert [list(handle.result().ids) for handle in handles] == answers(alone)
-    caches = [leaf for leaf in jax.tree.leaves(engine._executor._state) if leaf.ndim == 4]
+    config = EngineConfig(row_ladder=(4,), slot_ladder=(24,), prefill_chunk=4, seed=3)
+    engine = _engine(DecodeParams.of(TARGET, *placed), config, mesh)
+    assert _ask(engine)[0] == answers(alone)
+    state = engine._executor._state
+    caches = [leaf for leaf in jax.tree.leaves(state) if leaf.ndim == 4]
     assert caches and all(leaf.sharding.spec == PartitionSpec(("data", "fsdp"), "tensor") for leaf in caches)
+    on_all = sum(shard.data.nbytes for leaf in jax.tree.leaves(state) for shard in leaf.addressable_shards)
+    assert engine._executor.cache_bytes(BatchShape(4, 24)) == on_all
+
+
+def test_caches_move_along_where_the_batch_changes_its_shape(one_device):
+    """[B2] From one row of 16 slots to four, and to 24 slots under way: the same tokens and the same drafts accepted as in one batch."""
+    _, target_params, drafter_params, alone, tally = one_device
+    config = EngineConfig(row_ladder=(1, 4), slot_ladder=(16, 24), prefill_chunk=4, seed=3, shrink_after=1)
+    engine = _engine(DecodeParams.of(TARGET, target_params, drafter_params), config)
+    ids, metrics = _ask(engine, ([7], 23))
+    assert ids == answers(alone)
+    # A round that a stop token or the budget cut short is counted apart there.
+    assert [each.rounds for each in metrics] == (np.asarray(tally.rounds) + np.asarray(tally.cut_rounds)).tolist()
+    assert [each.verified for each in metrics] == np.asarray(tally.verified).tolist()
+    assert {(record.rows, record.slots) for record in engine.metrics.latest} >= {(1, 16), (4, 16), (4, 24)}
+    assert max(record.active for record in engine.metrics.latest if record.slots == 24) > 1
 
 
 def test_the_one_device_answers_are_complete(one_device):
