@@ -85,8 +85,8 @@ class LoadOptions:
             raise ValueError(f"window is {self.window} and arrival_rates {self.arrival_rates}; allowed are positive numbers")
 
 
-def measure(options: LoadOptions, models: Models, users: int, console: Console) -> tuple[dict[str, list[Window]], dict[str, float]]:
-    """Windows of every policy at a number of users, in turns; and the share of its loop in which the host did not wait for the device."""
+def measure(options: LoadOptions, models: Models, users: int, console: Console) -> dict[str, list[Window]]:
+    """Windows of every policy at a number of users, in turns."""
     config = EngineConfig(row_ladder=(users,), slot_ladder=(options.slots,), queue_limit=2 * users)
     loops = {}
     for policy in options.policies:
@@ -106,10 +106,10 @@ def measure(options: LoadOptions, models: Models, users: int, console: Console) 
                 else:
                     windows[policy].append(loops[policy].window(options.window))
                 progress.advance(bar)
-    return windows, {policy: loop.engine.metrics.host_share for policy, loop in loops.items()}
+    return windows
 
 
-def row_of(policy: str, users: int, windows: Mapping[str, Sequence[Window]], host_share: float, seed: int = 0) -> dict[str, Any]:
+def row_of(policy: str, users: int, windows: Mapping[str, Sequence[Window]], seed: int = 0) -> dict[str, Any]:
     """Figures of a policy, and its throughput over that of plain decoding and of one draft with intervals."""
     own = windows[policy]
     row: dict[str, Any] = {
@@ -123,7 +123,7 @@ def row_of(policy: str, users: int, windows: Mapping[str, Sequence[Window]], hos
     for name in (PLAIN, BASELINE):
         ratio, low, high = _paired(own, windows[name], seed) if name in windows else (None, None, None)
         row |= {f"over_{name}": ratio, f"over_{name}_low": low, f"over_{name}_high": high}
-    return row | {"host_share": host_share}
+    return row | {"host_share": sum(each.host_seconds for each in own) / sum(each.seconds for each in own)}
 
 
 def _rate(windows: Sequence[Window]) -> float:
@@ -153,8 +153,8 @@ def run(options: LoadOptions, console: Console) -> None:
         if any(row["concurrency"] == users for row in rows):
             console.print(f"{users} users: there already")
             continue
-        windows, shares = measure(options, models, users, console)
-        rows += [row_of(policy, users, windows, shares[policy], options.seed) for policy in options.policies]
+        windows = measure(options, models, users, console)
+        rows += [row_of(policy, users, windows, options.seed) for policy in options.policies]
         rows.sort(key=lambda row: (row["concurrency"], POLICIES.index(str(row["policy"]))))
         write_csv(table_file, rows)
         write_json(note_file, {"device": describe_device(), "options": as_plain(options), **findings(rows)})

@@ -63,8 +63,8 @@ def _value(name: str, text: str) -> Any:
 
 def findings(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The goals: never much below plain decoding, faster than one draft at matched throughput, fewer drafts at higher load."""
-    policies = {row["policy"] for row in rows}
-    if not {PLAIN, BASELINE, SCHEDULER} <= policies:
+    rows = [row for row in rows if row["over_plain"] is not None]
+    if not {PLAIN, BASELINE, SCHEDULER} <= {row["policy"] for row in rows}:
         return {}
     scheduler, baseline = Curve.of(SCHEDULER, rows), Curve.of(BASELINE, rows)
     own = [row for row in rows if row["policy"] == SCHEDULER]

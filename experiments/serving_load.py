@@ -56,6 +56,7 @@ class Window:
       rounds: of requests, one for each that took part in a round.
       verified: drafts of all of them.
       request_seconds: seconds that requests spent in rounds and between them, summed over requests.
+      host_seconds: of the engine's loop, those in which it did not wait for the device.
     """
 
     seconds: float
@@ -64,6 +65,7 @@ class Window:
     rounds: int
     verified: int
     request_seconds: float
+    host_seconds: float = 0.0
 
 
 def submit(engine: EngineCore, ask: Ask, budget: int | None = None) -> Handle:
@@ -102,7 +104,7 @@ class ClosedLoop:
         """Serve for at least so long, and until the device has done what it was given, so that nothing runs beside the next one's turn."""
         metrics, names = self.engine.metrics, ("emitted_tokens", "first_tokens", "request_rounds", "verified_tokens")
         self.engine.settle()
-        before = [getattr(metrics, name) for name in names]
+        before, hosted = [getattr(metrics, name) for name in names], metrics.host_seconds
         began = last = time.monotonic()
         asked = 0.0
         while last - began < seconds or metrics.request_rounds == before[2]:
@@ -114,7 +116,7 @@ class ClosedLoop:
         now = time.monotonic()
         asked += metrics.decoding * (now - last)
         emitted, first, rounds, verified = (getattr(metrics, name) - old for name, old in zip(names, before, strict=True))
-        return Window(now - began, emitted, first, rounds, verified, asked)
+        return Window(now - began, emitted, first, rounds, verified, asked, metrics.host_seconds - hosted)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,6 +27,7 @@ def test_a_closed_loop_keeps_everybody_busy_and_counts_what_they_got():
     assert engine.metrics.decoding == 4
     window = loop.window(0.05)
     assert window.emitted - window.first > window.rounds > 0 and window.verified == 3 * window.rounds and window.first > 0
+    assert 0 < window.host_seconds < window.seconds
     assert not engine._in_flight, "nothing is left to run beside the next turn"
     # Everybody is in rounds, or its successor is being read.
     assert 0.5 < window.request_seconds / (4 * window.seconds) <= 1
@@ -53,7 +54,7 @@ def _rows():
     baseline = [Window(1.0, 15, 0, 10, 10, 2.0), Window(1.0, 15, 0, 10, 10, 2.0)]
     scheduler = [Window(1.0, 11, 1, 5, 15, 2.0), Window(1.0, 18, 0, 10, 30, 2.0)]
     windows = {"plain": plain, "fixed_1": baseline, "scheduler": scheduler}
-    rows = [row_of(policy, 2, windows, 0.01) for policy in windows]
+    rows = [row_of(policy, 2, windows) for policy in windows]
     # At four users everybody is half as fast, and twice as many.
     return rows + [row | {"concurrency": 4, "throughput": row["throughput"] * 1.2, "per_user": row["per_user"] * 0.6} for row in rows]
 
