@@ -1,6 +1,7 @@
 """A device that answers from a script: what the engine does with rounds, errors and texts, without a model and without compiling."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
@@ -75,7 +76,8 @@ class ScriptedSlots:
 
     def __init__(self, script):
         self.script, self.errors = script, {}
-        self.shape, self.rows = BatchShape(1, 64), [None]
+        self.shape = BatchShape(1, 64)
+        self.rows: list[Any] = [None]
         self.rounds, self.read_chunks, self.shapes = 0, [], []
 
     def _fail(self, where, *names):
@@ -150,23 +152,23 @@ class ScriptedSlots:
             row.length += emitted
             row.round += 1
             row.finished = stop < emitted or row.length >= row.limit
-        stats = RoundStats(
-            active=active,
-            anchor=np.zeros(size, np.int32),
-            drafts=drafts,
-            confidence_logits=np.zeros((size, BLOCK), np.float32),
-            verified=np.where(active, BLOCK, 0).astype(np.int32),
-            num_accepted=counts["accepted"],
-            next_id=counts["next"],
-            emitted=counts["emitted"],
-            cut=counts["emitted"] < counts["accepted"] + 1,
-            probe=np.zeros(size, bool),
-            drafted=np.bool_(True),
-        )
-        return Ready(error or stats)
+        fields: dict[str, Any] = {
+            "active": active,
+            "anchor": np.zeros(size, np.int32),
+            "drafts": drafts,
+            "confidence_logits": np.zeros((size, BLOCK), np.float32),
+            "verified": np.where(active, BLOCK, 0).astype(np.int32),
+            "num_accepted": counts["accepted"],
+            "next_id": counts["next"],
+            "emitted": counts["emitted"],
+            "cut": counts["emitted"] < counts["accepted"] + 1,
+            "probe": np.zeros(size, bool),
+            "drafted": np.bool_(True),
+        }
+        return Ready(error or RoundStats(**fields))
 
 
-def scripted_engine(script, tokenizer=None, **changes):
+def scripted_engine(script, tokenizer=None, **changes) -> tuple[Any, Any]:
     """An engine over `ScriptedSlots`; gives both. Prompts are made by `prompt`."""
     config = dataclasses.replace(CONFIG, **changes)
     slots = ScriptedSlots(script)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -344,7 +344,7 @@ def test_few_and_many_rows_have_the_same_product(rows):
 
 def test_only_known_ways_of_writing_the_cache_are_taken():
     with pytest.raises(ValueError, match="cache_writes is 'never'; allowed: auto, early, late"):
-        DenseTarget(TINY, "never")
+        DenseTarget(TINY, cast(Any, "never"))
 
 
 def test_parameters_that_are_drawn_have_the_scale_and_shapes_of_a_fresh_model():

@@ -158,7 +158,8 @@ def test_no_commit_is_lost_where_blocks_become_shorter():
 
 
 def test_shorter_blocks_have_the_survival_of_their_positions():
-    block = DraftBlock(*(jnp.zeros((2, 2), dtype) for dtype in (jnp.int32, *[jnp.float32] * 3)), jnp.array([[1.0, -1.0], [0.0, 2.0]]), None)
+    zeros = jnp.zeros((2, 2))
+    block = DraftBlock(zeros.astype(jnp.int32), zeros, zeros, zeros, jnp.array([[1.0, -1.0], [0.0, 2.0]]), None)
     model = TemperatureScaled((1.0, 2.0, 4.0))
     found = FirstPositions(model, 3).survival(block, jnp.zeros(2))
     expected = np.cumprod(1 / (1 + np.exp(-np.array([[1.0, -0.5], [0.0, 1.0]]))), axis=1)
@@ -170,7 +171,12 @@ def test_thousands_of_requests_leave_nothing_behind(fixed):
     rng = np.random.default_rng(1)
     now = [0.0]
     engine, handles, compiled = fixed.engine(clock=lambda: now[0]), [], []
-    jax.monitoring.register_event_duration_secs_listener(lambda name, _, **__: compiled.append(name) if "backend_compile" in name else None)
+
+    def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
+        if "backend_compile" in event:
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
     try:
         requests = list(_mixed_requests(rng, 2000))
         while requests or not engine.idle:

@@ -1,6 +1,7 @@
 """Decoding over a mesh of eight devices: the tokens of one device, and the same on every device."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -86,7 +87,7 @@ def test_a_mesh_of_eight_devices_writes_the_tokens_of_one(one_device, sizes, by_
     assert accepted[1] > 0 and accepted[3] > 0
 
 
-def _engine(params, config, mesh=None):
+def _engine(params, config, mesh=None) -> Any:
     return Engine(TARGET, DRAFTER, params, policy=FixedLength(2), survival=RawSurvival(), config=config, mesh=mesh)
 
 

@@ -1,6 +1,7 @@
 """An engine on models small enough to know everything about; its programs are compiled once for all tests of a module."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -63,7 +64,7 @@ class ToyServing:
         for _ in self.slots.compile_all():
             pass
 
-    def engine(self, slots=None, tokenizer=None, clock=None, **changes) -> EngineCore:
+    def engine(self, slots: Any = None, tokenizer=None, clock=None, **changes) -> Any:
         """A fresh engine on the compiled programs; `slots` may wrap them."""
         config = dataclasses.replace(self.config, **changes)
         slots = self.slots if slots is None else slots
