@@ -4,7 +4,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -101,6 +101,18 @@ class RecordedSetting:
         costs = {each.rows: each for each in family.curves}
         name = f"{family.name}_t{temperature}"
         return cls(name, table, costs, blocks.block_size, tuple(usual), prefill_chunk, slots_ahead)
+
+    def without_long_prompts(self, longest: int) -> "RecordedSetting":
+        """The texts whose prompts have up to `longest` tokens.
+
+        Raises:
+          ValueError: there is none.
+        """
+        kept = np.asarray(self.table.context) - 1 <= longest
+        if not kept.any():
+            raise ValueError(f"longest is {longest}; the shortest prompt on record has {int(np.min(self.table.context)) - 1} tokens")
+        arrays: list[Any] = [np.asarray(each)[kept] for each in self.table]
+        return dataclasses.replace(self, table=Table(*arrays))
 
     def serving(self, policy: str) -> Serving:
         """See `Setting`. A fixed length has a drafter of blocks of that length, whose costs are estimates (`short_blocks`), and so does the

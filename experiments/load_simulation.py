@@ -172,6 +172,8 @@ def validation(options: SimulationOptions, console: Console) -> list[dict[str, A
         options.curves, options.recorded, options.drafter, options.temperature, options.prefill_chunk, SLOTS_AHEAD
     )
     options = options if options.budgets is not None else dataclasses.replace(options, budgets=(32, 96))
+    assert options.budgets is not None
+    setting = setting.without_long_prompts(options.slots - options.budgets[1])
     rows = []
     with _bar(console) as progress:
         task = progress.add_task("simulating what was measured", total=len(measured))
