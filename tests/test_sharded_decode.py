@@ -88,7 +88,8 @@ def test_a_mesh_of_eight_devices_writes_the_tokens_of_one(one_device, sizes, by_
 
 
 def _engine(params, config, mesh=None) -> Any:
-    return Engine(TARGET, DRAFTER, params, policy=FixedLength(2), survival=RawSurvival(), config=config, mesh=mesh)
+    how = {"policy": FixedLength(2), "survival": RawSurvival(), "ladder": lambda rows: (3 * rows,)}
+    return Engine(TARGET, DRAFTER, params, config=config, mesh=mesh, **how)
 
 
 def _ask(engine, *last):
