@@ -83,11 +83,6 @@ def _replaced(verify: Callable[[Any], tuple], before: tuple) -> tuple:
     return verify(before[-1])
 
 
-def _zeros_like(function: Callable[..., Any], *args: Any) -> Any:
-    """Zeros in the shape of what `function(*args)` gives."""
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(function, *args))
-
-
 @struct.dataclass
 class _Drafted:
     """What a round is to verify.
@@ -134,7 +129,7 @@ def _draft(
             drafter_state, deferred = _flush(drafter, params, before[:2])
             return drafter_state, deferred, propose(drafter_state)
 
-        before = (state.drafter_state, deferred, _zeros_like(propose, state.drafter_state))
+        before = (state.drafter_state, deferred, in_place.zeros_of(propose, state.drafter_state))
         drafter_state, deferred, (block, survival) = in_place.when(runs, catch_up, before)
         # A block is written as a whole: what is planned beyond whether to draft is left to the policy, which has seen the confidence.
         shown = jnp.where(runs, plan.block_size, 0)
@@ -224,7 +219,7 @@ def decode_round(plan: DecodePlan, params: DecodeParams, state: DecodeState, buc
         choice = jnp.where(drafted.runs, choice, len(buckets)).astype(jnp.int32)
     verify = functools.partial(_verify_bucket, plan, params, state, block, lengths, noise)
     passes = [functools.partial(_replaced, functools.partial(verify, *each)) for each in sizes]
-    nothing = _zeros_like(functools.partial(verify, *sizes[0]), state.target_cache)
+    nothing = in_place.zeros_of(functools.partial(verify, *sizes[0]), state.target_cache)
     verdict, hidden, features, cache = in_place.switch(choice, passes, (*nothing[:-1], state.target_cache))
 
     place = jnp.arange(plan.block_size + 1, dtype=jnp.int32)

@@ -26,8 +26,8 @@ from dspark_jax.tokenizers import Messages, Tokenizer
 
 log = logging.getLogger(__name__)
 
-TOGETHER, ALONE = 1, 2
-"""Failed rounds in a row behind which a request is tried again with the others, and by itself."""
+ALONE = 2
+"""Failed rounds in a row behind which a request is tried again by itself; behind fewer, with the others."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dspark_jax.requests import FINISH_REASONS, Completion
 from dspark_jax.round_plans import RoundPlan
 from dspark_jax.slot_executor import BatchShape
 
-QUANTILES_OF = 1000
+REMEMBERED = 1000
 """Finished requests and rounds that are remembered one by one."""
 
 
@@ -84,8 +84,8 @@ class EngineMetrics:
     recoveries: int = 0
     host_seconds: float = 0.0
     waited_seconds: float = 0.0
-    latest: collections.deque[RoundRecord] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=QUANTILES_OF))
-    completions: collections.deque[Completion] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=QUANTILES_OF))
+    latest: collections.deque[RoundRecord] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=REMEMBERED))
+    completions: collections.deque[Completion] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=REMEMBERED))
 
     def add_round(self, record: RoundRecord) -> None:
         """Count a round; one in which nobody took part is counted apart."""

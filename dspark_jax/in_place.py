@@ -5,7 +5,7 @@ twice. What a loop carries stays in place, so that here a loop of at most one tu
 """
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -31,3 +31,8 @@ def switch(index: Int[Array, ""], functions: Sequence[Callable[[Operand], Operan
     for place, function in enumerate(functions):
         operand = when(index == place, function, operand)
     return operand
+
+
+def zeros_of(function: Callable[..., Any], *args: Any) -> Any:
+    """Zeros in the shape of what `function(*args)` gives: what an operand holds before there is anything."""
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(function, *args))

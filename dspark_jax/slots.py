@@ -52,8 +52,14 @@ def _fitted(leaf: Array, shape: tuple[int, ...]) -> Array:
     return jnp.pad(leaf, [(0, size - have) for size, have in zip(shape, leaf.shape, strict=True)])
 
 
-def _history_of(old: DraftHistory, blank: DraftHistory, place: Array, kept: Array) -> DraftHistory:
-    """The history of a batch of another shape: its newest rounds, of the rows that are kept. Of blocks of another length it is empty."""
+def history_of(old: DraftHistory, blank: DraftHistory, place: Array, kept: Array) -> DraftHistory:
+    """The history of a batch of another shape: its newest rounds, of the rows that are kept. Of blocks of another length it is empty.
+
+    Args:
+      old, blank: of the former batch, and of an empty one of the new shape.
+      place: int32 [R], the former row of every new one, whatever it is where that is not kept.
+      kept: bool [R].
+    """
     if old.survival.shape[2] != blank.survival.shape[2]:
         return dataclasses.replace(blank, round=old.round)
     rounds = min(old.survival.shape[0], blank.survival.shape[0])
@@ -202,7 +208,7 @@ class DeviceSlots:
         rows = jax.tree.map(take, _rows_of(state), _rows_of(empty))
         history = empty.draft_history
         if history is not None and state.draft_history is not None:
-            history = _history_of(state.draft_history, history, jnp.maximum(source, 0), kept)
+            history = history_of(state.draft_history, history, jnp.maximum(source, 0), kept)
         return dataclasses.replace(
             rows, seed=state.seed, policy_state=empty.policy_state, draft_history=history, calibration=state.calibration
         )
@@ -210,11 +216,11 @@ class DeviceSlots:
     def _round(self, params: DecodeParams, state: DecodeState, release: Array, rows: int) -> tuple[DecodeState, RoundStats]:
         state = dataclasses.replace(state, finished=state.finished | release, request_id=jnp.where(release, EMPTY, state.request_id))
         run = functools.partial(decode_round, self.plans[rows], params)
-        stats = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(run, state)[1])
+        stats = in_place.zeros_of(run, state)[1]
         # Rounds are launched before it is known whether the last request has ended.
         return in_place.when(~jnp.all(state.finished), lambda before: run(before[0]), (state, stats))
 
-    def _compile(self, name: str, function: Callable[..., Any], *args: Any, donate: tuple[int, ...] = (), out: Any = None) -> Any:
+    def _compile(self, function: Callable[..., Any], *args: Any, donate: tuple[int, ...] = (), out: Any = None) -> Any:
         options: dict[str, Any] = {} if self.mesh is None else {"out_shardings": jax.tree.map(self._sharding, out)}
         if self.mesh is not None:
             args = tuple(jax.tree.map(self._placed, arg) for arg in args)
@@ -246,25 +252,25 @@ class DeviceSlots:
         row = jax.eval_shape(functools.partial(blank_row, longest, self.num_stop_ids))
         reading = jax.eval_shape(lambda: Reading.nothing(self._plan, self._params, *self._caches(1, longest)))
         if kind == "nothing":
-            return self._compile(kind, lambda: Reading.nothing(self._plan, self._params, *self._caches(1, longest)), out=reading)
+            return self._compile(lambda: Reading.nothing(self._plan, self._params, *self._caches(1, longest)), out=reading)
         if kind == "read":
-            return self._compile(kind, self._read, self._params, reading, row.ids, row.length, index, donate=(1,), out=reading)
+            return self._compile(self._read, self._params, reading, row.ids, row.length, index, donate=(1,), out=reading)
         begun = jax.eval_shape(self._begin, self._params, row, reading)
         if kind == "begin":
-            return self._compile(kind, self._begin, self._params, row, reading, out=begun)
+            return self._compile(self._begin, self._params, row, reading, out=begun)
         (shape,), target = key[:1], key[1:]
         state = jax.eval_shape(lambda: self._empty(shape))
         if kind == "empty":
-            return self._compile(kind, lambda: self._empty(shape), out=state)
+            return self._compile(lambda: self._empty(shape), out=state)
         if kind == "insert":
-            return self._compile(kind, self._insert, state, begun[0], index, donate=(0,), out=state)
+            return self._compile(self._insert, state, begun[0], index, donate=(0,), out=state)
         if kind == "round":
             run = functools.partial(self._round, rows=shape.rows)
             release = jax.ShapeDtypeStruct((shape.rows,), jnp.bool_)
             out = jax.eval_shape(run, self._params, state, release)
-            return self._compile(kind, run, self._params, state, release, donate=(1,), out=out)
+            return self._compile(run, self._params, state, release, donate=(1,), out=out)
         source, wanted = jax.ShapeDtypeStruct((target[0].rows,), jnp.int32), jax.eval_shape(lambda: self._empty(target[0]))
-        return self._compile(kind, functools.partial(self._resize, shape=target[0]), state, source, out=wanted)
+        return self._compile(functools.partial(self._resize, shape=target[0]), state, source, out=wanted)
 
     def compile_all(self) -> Iterator[tuple[int, int]]:
         """Compile what has not been compiled; gives (done, number of programs) along the way."""

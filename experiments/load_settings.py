@@ -17,12 +17,13 @@ from experiments.model_presets import ModelPreset, qwen3_8b
 from experiments.recorded_rounds import load_recorded
 from experiments.replay import Table, table_of
 from experiments.roofline_curves import H200, dspark_costs, mtp_costs, roofline_family
+from experiments.serving_policies import PLAIN, SCHEDULER
 from experiments.short_blocks import best_block_sizes, chunk_seconds, with_block_size
 from experiments.simulated_load import Serving
 from experiments.simulated_slots import ReadingCosts
 from experiments.step_curves import CurveFamily, RoundCosts, read_family
 
-PLAIN, SCHEDULER, MTP = "plain", "scheduler", "mtp_1"
+MTP = "mtp_1"
 FIXED = "fixed_"
 
 

@@ -24,10 +24,11 @@ from rich.table import Table as RichTable
 
 from experiments.command_line import run_command
 from experiments.load_frontier import gains, plot_load
-from experiments.load_settings import MTP, SCHEDULER, PaperSetting, RecordedSetting, Setting
+from experiments.load_settings import MTP, PaperSetting, RecordedSetting, Setting
 from experiments.profile_steps import RELEASED_DRAFTER
 from experiments.recorded_rounds import RECORDED
 from experiments.result_files import write_csv
+from experiments.serving_policies import SCHEDULER
 from experiments.simulated_load import ClosedLoop, Load, LoadResult, PoissonArrivals, engine_of, simulate
 from experiments.step_curves import ROWS, write_family
 from experiments.step_timing import SLOTS_AHEAD

@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax.decode_state import DecodePlan
-from dspark_jax.draft_planning import NOBODY, DraftHistory
 from dspark_jax.protocols import StatefulPolicy
 from dspark_jax.round_plans import RoundPlan
 from dspark_jax.round_stats import RoundStats
 from dspark_jax.slot_executor import EMPTY, BatchShape, NewRow
+from dspark_jax.slots import history_of
 from dspark_jax.typing import Array
 from experiments.replay import Table
 from pallas_kernels.noise import seed_key
@@ -228,7 +228,11 @@ class SimulatedSlots:
         for slot, place in enumerate(kept):
             self._rows.put(slot, old, place)
         if history is not None:
-            self._schedule = self._schedule._replace(history=_history_of(history, self._schedule.history, kept))
+            place = np.zeros((shape.rows,), np.int32)
+            place[: len(kept)] = kept
+            there = jnp.asarray(np.arange(shape.rows) < len(kept))
+            history = history_of(history, self._schedule.history, jnp.asarray(place), there)
+            self._schedule = self._schedule._replace(history=history)
 
     def launch(self, release: np.ndarray) -> Finished:
         """See `SlotExecutor`."""
@@ -266,20 +270,6 @@ class SimulatedSlots:
         curve = plan.curve if drafted or plan.undrafted is None else plan.undrafted
         assert curve is not None
         return curve.seconds(bucket, context)
-
-
-def _history_of(old: DraftHistory, blank: DraftHistory, kept: Sequence[int]) -> DraftHistory:
-    """The history of a batch of another shape: its newest rounds, of the rows that are kept; none of blocks of another length."""
-    if old.survival.shape[2] != blank.survival.shape[2]:
-        return dataclasses.replace(blank, round=old.round)
-    rounds = min(old.survival.shape[0], blank.survival.shape[0])
-    survival, request_id = np.array(blank.survival), np.array(blank.request_id)
-    request_id[:rounds] = NOBODY
-    survival[:rounds, : len(kept)] = np.asarray(old.survival)[:rounds, list(kept)]
-    request_id[:rounds, : len(kept)] = np.asarray(old.request_id)[:rounds, list(kept)]
-    nobody = np.flatnonzero((request_id == NOBODY).all(axis=1))
-    survival[nobody], request_id[nobody] = np.asarray(blank.survival)[nobody], np.asarray(blank.request_id)[nobody]
-    return DraftHistory(survival=jnp.asarray(survival), request_id=jnp.asarray(request_id), round=old.round)
 
 
 def _stats(
