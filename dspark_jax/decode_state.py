@@ -139,7 +139,7 @@ class DecodeState:
       request_id, round: what the request's random bits are made from; the round counter is the request's own.
       seed: key of the run's seed.
       sampling: settings of every request.
-      target_cache, drafter_state: what both models keep of the text; see the top of the file.
+      target_cache, drafter_state: what both models keep of the text; see the top of `decode.py`.
       policy_state: what a stateful policy remembers of earlier rounds; None for others.
       draft_history: what the plan's `planner` remembers of earlier rounds; None without one.
       deferred: what rounds without drafts committed and the drafter has not been told yet; None without a planner.

@@ -32,7 +32,7 @@ from dspark_jax.decode import VERIFIERS, DecodeParams, DecodePlan, DecodeState, 
 from dspark_jax.model_files import require
 from dspark_jax.prefill import start
 from dspark_jax.protocols import flatten_rounds
-from dspark_jax.sampling import Noise, Sampling, logit_floor
+from dspark_jax.sampling import Sampling, logit_floor
 from dspark_jax.schedule import FixedLength
 from dspark_jax.tokenizers import load_tokenizer
 from dspark_jax.typing import Array, Float
@@ -119,7 +119,7 @@ def expected_accepted(plan: DecodePlan, params: DecodeParams, state: DecodeState
     num_rows, block_size = state.length.shape[0], plan.block_size
     rows = jnp.arange(num_rows, dtype=jnp.int32)
     anchor = state.ids[rows, state.length - 1]
-    noise = Noise.of_round(state.seed, state.request_id, state.round)
+    noise = state.noise
     block = plan.drafter.propose(params.drafter, params.draft_head, state.drafter_state, anchor, noise, state.sampling)
     whole = jnp.full((num_rows,), block_size, jnp.int32)
     tokens, _ = flatten_rounds(anchor, block.ids, state.length - 1, whole, jnp.ones((num_rows,), bool), num_rows * (block_size + 1))
