@@ -24,7 +24,8 @@ from rich.table import Table
 
 from dspark_jax.engine import EngineConfig
 from experiments.command_line import run_command
-from experiments.load_report import Curve, draw_curves, findings, read_rows
+from experiments.load_frontier import plot_load
+from experiments.load_report import findings, read_rows
 from experiments.profile_steps import RELEASED_DRAFTER, describe_device
 from experiments.result_files import write_csv, write_json
 from experiments.serving_load import ClosedLoop, Window, asks, serve_arrivals
@@ -145,8 +146,8 @@ def _paired(own: Sequence[Window], other: Sequence[Window], seed: int, draws: in
 def run(options: LoadOptions, console: Console) -> None:
     """Measure what is not there yet; every file is written whole after each number of users."""
     models = load_models(options.target, options.drafter, options.curves)
-    table_file, note_file = options.out / "load_curve.csv", options.out / "load_curve.json"
-    rows = [] if options.again else read_rows(table_file)
+    note_file = options.out / "load_curve.json"
+    rows = [] if options.again else read_rows(options.out / "load_curve.csv")
     if rows and note_file.is_file() and json.loads(note_file.read_text())["options"] != as_plain(options):
         raise ValueError(f"out is {options.out}, which holds a load curve of other options; --again measures it anew")
     for users in options.concurrency:
@@ -156,12 +157,19 @@ def run(options: LoadOptions, console: Console) -> None:
         windows = measure(options, models, users, console)
         rows += [row_of(policy, users, windows, options.seed) for policy in options.policies]
         rows.sort(key=lambda row: (row["concurrency"], POLICIES.index(str(row["policy"]))))
-        write_csv(table_file, rows)
-        write_json(note_file, {"device": describe_device(), "options": as_plain(options), **findings(rows)})
-        draw_curves(options.out / "load_curve.png", [Curve.of(policy, rows) for policy in options.policies])
+        save(rows, options)
+    save(rows, options)
     show(rows, console)
     if options.arrival_rates:
         write_csv(options.out / "load_arrivals.csv", measure_arrivals(options, models, console))
+
+
+def save(rows: Sequence[Mapping[str, Any]], options: LoadOptions) -> None:
+    """The table, what it says of the goals, and the figure."""
+    write_csv(options.out / "load_curve.csv", rows)
+    note = {"device": describe_device(), "options": as_plain(options), **findings(rows)}
+    write_json(options.out / "load_curve.json", note)
+    plot_load(rows, options.out / "load_curve.png", "measured")
 
 
 def measure_arrivals(options: LoadOptions, models: Models, console: Console) -> list[dict[str, Any]]:

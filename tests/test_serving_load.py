@@ -1,12 +1,14 @@
 """Load for an engine, and the figures that are taken from it."""
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 from dspark_jax.requests import Completion, RequestMetrics
 from experiments import chat
 from experiments.load_curve import LoadOptions, row_of
-from experiments.load_report import Curve, draw_curves, findings, read_rows
+from experiments.load_frontier import Frontier, plot_load
+from experiments.load_report import findings, read_rows
 from experiments.result_files import write_csv
 from experiments.serving_load import Ask, ClosedLoop, Window, serve_arrivals
 from tests.scripted_slots import SCRIPT, TOKENIZER, prompt, scripted_engine
@@ -67,10 +69,11 @@ def test_ratios_are_of_paired_turns_with_an_interval():
 
 
 def test_speed_at_matched_throughput_is_read_between_points():
-    curve = Curve("fixed_1", (1, 2, 4), (10.0, 16.0, 14.0), (10.0, 8.0, 3.5), (1.0, 1.0, 1.0))
-    assert curve.per_user_at(10.0) == 10.0 and curve.per_user_at(13.0) == 9.0
-    assert curve.per_user_at(15.0) == pytest.approx(8 + 1 / 3), "of two loads with that throughput the faster one"
-    assert curve.per_user_at(17.0) is None
+    throughput, per_user = np.array([10.0, 16.0, 14.0]), np.array([10.0, 8.0, 3.5])
+    line = Frontier("fixed_1", np.array([1, 2, 4]), throughput, per_user, np.ones(3))
+    assert line.speed_at(10.0) == 10.0 and line.speed_at(13.0) == 9.0
+    assert line.speed_at(15.0) == pytest.approx(8 + 1 / 3), "of two loads with that throughput the faster one"
+    assert line.speed_at(17.0) is None
 
 
 def test_findings_are_the_goals(tmp_path):
@@ -82,7 +85,7 @@ def test_findings_are_the_goals(tmp_path):
     first, second = found["at_matched_throughput"]
     assert first["ratio"] is None and second["ratio"] == pytest.approx(0.6 * 7 / second["fixed_1"]) and 4.5 < second["fixed_1"] < 7.5
     assert findings([row for row in rows if row["policy"] != "plain"]) == {}
-    draw_curves(tmp_path / "curves.png", [Curve.of(policy, rows) for policy in ("plain", "fixed_1", "scheduler")])
+    plot_load(rows, tmp_path / "curves.png", "measured")
     assert (tmp_path / "curves.png").stat().st_size > 10_000
 
 
