@@ -90,6 +90,7 @@ def plot_load(rows: Sequence[Mapping[str, Any]], path: Path, title: str, paper: 
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import NullFormatter
 
     grid: Any = plt.subplots(1, 3, figsize=(15, 4.6))
     figure, (left, middle, right) = grid
@@ -104,6 +105,7 @@ def plot_load(rows: Sequence[Mapping[str, Any]], path: Path, title: str, paper: 
     left.set(xlabel="tokens/s of each user", ylabel="tokens/s of all users", title="as Figure 7", xscale="log", yscale="log")
     middle.set(xlabel="concurrent requests", ylabel="tokens/s of all users", title="as Figure 8, top", xscale="log", yscale="log")
     right.set(xlabel="concurrent requests", ylabel="target tokens per request", title="as Figure 8, bottom", xscale="log")
+    left.xaxis.set_minor_formatter(NullFormatter())
     for axis in (middle, right):
         axis.set_xscale("log", base=2)
     if paper:
