@@ -153,24 +153,40 @@ class AnswerLog:
         return AnswerLog(self.path, frozenset(finished))
 
 
-@runtime_checkable
-class Generate(Protocol):
-    """Samples a continuation of every prompt: its new tokens alone, a closing stop token included where there was one."""
+@dataclasses.dataclass(frozen=True)
+class Ask:
+    """A continuation to be sampled.
 
-    def __call__(self, prompt_ids: list[list[int]], temperature: float, max_new_tokens: int, seed: int) -> list[list[int]]: ...
+    Attributes:
+      prompt_ids: the text so far.
+      max_new_tokens: of the continuation.
+      seed: of its random bits: the same ask has the same answer, whatever else is asked.
+    """
+
+    prompt_ids: tuple[int, ...]
+    temperature: float
+    max_new_tokens: int
+    seed: int
+
+
+@runtime_checkable
+class Serve(Protocol):
+    """Samples a continuation of every ask, and gives them as they end: the number of the ask, and its new tokens alone, a closing stop
+    token included where there was one."""
+
+    def __call__(self, asks: Sequence[Ask]) -> Iterable[tuple[int, list[int]]]: ...
 
 
 @dataclasses.dataclass(frozen=True)
 class AnswerConfig:
-    """How answers are sampled. The nucleus (`RECOMMENDED_TOP_P`) belongs to the generate function.
+    """How answers are sampled. The nucleus (`RECOMMENDED_TOP_P`) belongs to whoever serves.
 
     Attributes:
       max_length: tokens of prompt and answer together; what is longer is cut there.
-      max_new_tokens: asked of the generate function, the same for all batches, so that one compiled program serves them all.
+      max_new_tokens: of an answer.
       stop_ids: the first of these ends an answer. SmolLM2: end of text, header, end of turn; a header in an answer would open another turn.
       closing_id: stands for whichever of `stop_ids` was sampled, so that all answers close as the chat template does.
-      batch_size: requests per call.
-      seed: of all batches.
+      seed: of all answers.
     """
 
     temperature: float = RECOMMENDED_TEMPERATURE
@@ -178,11 +194,10 @@ class AnswerConfig:
     max_new_tokens: int = 480
     stop_ids: tuple[int, ...] = (0, 1, 2)
     closing_id: int = 2
-    batch_size: int = 64
     seed: int = 0
 
     def __post_init__(self):
-        for field, lowest in (("temperature", 0), ("max_length", 2), ("max_new_tokens", 1), ("batch_size", 1), ("seed", 0)):
+        for field, lowest in (("temperature", 0), ("max_length", 2), ("max_new_tokens", 1), ("seed", 0)):
             if not getattr(self, field) >= lowest:
                 raise ValueError(f"{field} is {getattr(self, field)}; allowed: at least {lowest}")
 
@@ -249,20 +264,27 @@ def _answer(name: str, request: Request, sampled: Sequence[int], config: AnswerC
     )
 
 
+APPENDED_TOGETHER = 16
+"""Answers that are written to a log at a time: what a run that is killed loses at the most. One that is interrupted loses none."""
+
+
+def _seed(config: AnswerConfig, name: str) -> int:
+    return int(np.random.SeedSequence((config.seed, *name.encode())).generate_state(1)[0]) % 2**31
+
+
 @typed
-def fill_answers(log: AnswerLog, requests: Sequence[Request], generate: Generate, config: AnswerConfig, progress: bool = True) -> AnswerLog:
+def fill_answers(log: AnswerLog, requests: Sequence[Request], serve: Serve, config: AnswerConfig, progress: bool = True) -> AnswerLog:
     """The log with an answer to every request; those it holds already are not sampled again.
 
-    Batches are cut from the whole list of requests, and a batch's seed depends on its number alone. An interrupted batch is
-    sampled once more as a whole and its missing answers are appended, so that stopping and resuming changes no token. Answers are
+    The seed of an answer comes from its name alone, so that stopping and resuming changes no token. Answers are appended as they end, and
     named request@temperature: one log can hold several temperatures.
 
     Args:
-      generate: always gets `config.batch_size` prompts; the last batch is filled up with copies of its last.
+      serve: gets what is missing.
       progress: show a bar.
 
     Raises:
-      ValueError: a prompt leaves no room for an answer, ids of requests repeat, or `generate` returns too few or empty answers.
+      ValueError: a prompt leaves no room for an answer, ids of requests repeat, or `serve` gives an empty answer, none, or one twice.
     """
     for request in requests:
         if not 0 < len(request.prompt_ids) < config.max_length:
@@ -270,23 +292,34 @@ def fill_answers(log: AnswerLog, requests: Sequence[Request], generate: Generate
     names = [f"{request.id}@{config.temperature:g}" for request in requests]
     if len(set(names)) != len(names):
         raise ValueError("ids of requests repeat; allowed: each id once")
+    missing = [(name, request) for name, request in zip(names, requests, strict=True) if name not in log.finished]
+    if not missing:
+        return log
+    asks = [
+        Ask(
+            request.prompt_ids,
+            config.temperature,
+            min(config.max_new_tokens, config.max_length - len(request.prompt_ids)),
+            _seed(config, name),
+        )
+        for name, request in missing
+    ]
+    ended: set[int] = set()
+    fresh: list[Answer] = []
     columns = (TextColumn("answers"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, disable=not progress) as bar:
-        task = bar.add_task("answers", total=len(names), completed=len(log.finished.intersection(names)))
-        for start in range(0, len(names), config.batch_size):
-            batch = list(zip(names, requests, strict=True))[start : start + config.batch_size]
-            missing = [name for name, _ in batch if name not in log.finished]
-            if not missing:
-                continue
-            prompt_ids = [list(request.prompt_ids) for _, request in batch]
-            prompt_ids += [prompt_ids[-1]] * (config.batch_size - len(batch))
-            seed = int(np.random.SeedSequence((config.seed, start // config.batch_size)).generate_state(1)[0]) % 2**31
-            sampled = generate(prompt_ids=prompt_ids, temperature=config.temperature, max_new_tokens=config.max_new_tokens, seed=seed)
-            if len(sampled) < len(batch) or not all(sampled[: len(batch)]):
-                raise ValueError(
-                    f"generate returned {[len(ids) for ids in sampled]} tokens; allowed: at least 1 for each of {len(batch)} prompts"
-                )
-            answers = [_answer(name, request, ids, config) for (name, request), ids in zip(batch, sampled, strict=False)]
-            log = log.append(answer for answer in answers if answer.id in missing)
-            bar.advance(task, len(missing))
+        task = bar.add_task("answers", total=len(names), completed=len(names) - len(missing))
+        try:
+            for number, sampled in serve(asks):
+                if number in ended or not sampled:
+                    raise ValueError(f"serve gave {len(sampled)} tokens for request {missing[number][1].id}; allowed: at least 1, and once")
+                ended.add(number)
+                fresh.append(_answer(*missing[number], sampled, config))
+                bar.advance(task)
+                if len(fresh) == APPENDED_TOGETHER:
+                    log, fresh = log.append(fresh), []
+        finally:
+            log = log.append(fresh)
+    if len(ended) != len(missing):
+        raise ValueError(f"serve gave {len(ended)} answers; allowed: one for each of {len(missing)} requests")
     return log

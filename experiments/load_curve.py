@@ -29,7 +29,7 @@ from experiments.load_report import findings, read_rows
 from experiments.profile_steps import RELEASED_DRAFTER, describe_device
 from experiments.result_files import write_csv, write_json
 from experiments.serving_load import ClosedLoop, Window, asks, serve_arrivals
-from experiments.serving_policies import BASELINE, PLAIN, POLICIES, Models, load_models, serving_engine
+from experiments.serving_policies import BASELINE, PLAIN, POLICIES, SCHEDULER, Models, load_models, serving_engine
 
 RESULTS = Path(__file__).resolve().parent / "results"
 LEVEL = 0.95
@@ -46,6 +46,7 @@ class LoadOptions:
       concurrency: numbers of users.
       arrival_rates: requests a second, for runs at random times; the most rows are then the largest concurrency.
       arrivals: requests of such a run.
+      arrival_policies: those that serve them.
       temperature: of all requests.
       budgets: least and most tokens of an answer.
       slots: tokens of a request, prompt and answer.
@@ -62,6 +63,7 @@ class LoadOptions:
     concurrency: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     arrival_rates: tuple[float, ...] = ()
     arrivals: int = 48
+    arrival_policies: tuple[str, ...] = (PLAIN, BASELINE, SCHEDULER)
     temperature: float = 0.0
     budgets: tuple[int, int] = (32, 96)
     slots: int = 256
@@ -72,9 +74,10 @@ class LoadOptions:
     out: Path = RESULTS
 
     def __post_init__(self) -> None:
-        for policy in self.policies:
-            if policy not in POLICIES:
-                raise ValueError(f"policies holds {policy!r}; allowed: {', '.join(POLICIES)}")
+        for field in ("policies", "arrival_policies"):
+            for policy in getattr(self, field):
+                if policy not in POLICIES:
+                    raise ValueError(f"{field} holds {policy!r}; allowed: {', '.join(POLICIES)}")
         if not self.concurrency or min(self.concurrency) < 1:
             raise ValueError(f"concurrency is {self.concurrency}; allowed are positive integers")
         if not 1 <= self.budgets[0] <= self.budgets[1] < self.slots:
@@ -177,7 +180,7 @@ def measure_arrivals(options: LoadOptions, models: Models, console: Console) -> 
     ladder = tuple(sorted(options.concurrency))
     config = EngineConfig(row_ladder=ladder, slot_ladder=(options.slots,), queue_limit=options.arrivals)
     rows = []
-    for policy in options.policies:
+    for policy in options.arrival_policies:
         engine = serving_engine(policy, models, config, options.temperature, console)
         for rate in options.arrival_rates:
             workload = asks(models.tokenizer, options.temperature, options.seed, options.budgets, options.slots - options.budgets[1])
@@ -193,7 +196,7 @@ def measure_arrivals(options: LoadOptions, models: Models, console: Console) -> 
 def as_plain(options: LoadOptions) -> dict[str, Any]:
     """The options as JSON takes them, without places on this machine."""
     content = dataclasses.asdict(options)
-    varying = ("out", "again", "curves", "drafter", "concurrency", "arrival_rates", "arrivals")
+    varying = ("out", "again", "curves", "drafter", "concurrency", "arrival_rates", "arrivals", "arrival_policies")
     # As JSON gives it back.
     content = {name: list(value) if isinstance(value, tuple) else value for name, value in content.items() if name not in varying}
     return content | {

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 from rich.console import Console
 
 from dspark_jax.data import DOMAINS, ChatTemplate, chatml_template, complete_chat, gemma4_template, qwen_template, save_token_sequences
@@ -24,15 +23,15 @@ from experiments.answers import (
     Answer,
     AnswerConfig,
     AnswerLog,
-    Generate,
     Request,
+    Serve,
     fill_answers,
     sequences_from_answers,
 )
 from experiments.command_line import run_command
 from experiments.prompts import split_of
 from experiments.result_files import write_json
-from experiments.write_texts import make_generate
+from experiments.served_answers import serve_with
 
 TEMPLATES: Mapping[str, Callable[[], ChatTemplate]] = {"chatml": chatml_template, "qwen": qwen_template, "gemma4": gemma4_template}
 
@@ -50,7 +49,8 @@ class Regenerate:
       top_p: share of the probability that is sampled from, at temperatures below 1.
       max_length: tokens of context and answer; a conversation ends before the turn that leaves no room.
       max_new_tokens: of an answer.
-      batch_size: requests answered at once.
+      batch_size: requests answered at a time, by the serving engine.
+      drafter: name or folder of a drafter for the target, which makes it faster and changes no answer's law; None: none.
       domain: of conversations whose category `domains` does not name.
       domains: categories of the files and the domain that stands for each, as `--domains math maths coding code`.
       heldout_share: share of the conversations that is kept out of training, by a hash of their ids.
@@ -65,6 +65,7 @@ class Regenerate:
     max_length: int = 512
     max_new_tokens: int = 480
     batch_size: int = 32
+    drafter: str | None = None
     domain: Literal["maths", "code", "chat"] = "chat"
     domains: dict[str, str] = dataclasses.field(default_factory=dict)
     heldout_share: float = 1 / 16
@@ -144,14 +145,14 @@ def regenerate(
     log: AnswerLog,
     conversations: Sequence[Conversation],
     turns: Turns,
-    generate: Generate,
+    serve: Serve,
     config: AnswerConfig,
     run: Regenerate,
     progress: bool = True,
 ) -> AnswerLog:
     """The log with an answer to every user turn of every conversation, at the temperature of `config`.
 
-    The answers to one turn of all conversations are sampled together, then those to the next. A conversation ends early where an answer
+    The answers to one turn of all conversations are asked for together, then those to the next. A conversation ends early where an answer
     did not come to its end, or where the next turn leaves no room for one.
 
     Raises:
@@ -162,9 +163,7 @@ def regenerate(
     }
     for turn in range(max(len(conversation.user_turns) for conversation in conversations)):
         requests = _next_requests(led, conversations, turn, turns, run)
-        # A turn has a seed of its own: batches of two turns have the same numbers.
-        seed = int(np.random.SeedSequence((run.seed, turn)).generate_state(1)[0]) % 2**31
-        log = fill_answers(log, requests, generate, dataclasses.replace(config, seed=seed), progress)
+        log = fill_answers(log, requests, serve, config, progress)
         answers = {answer.id: answer for answer in log.read()}
         after = {}
         for request in requests:
@@ -209,17 +208,21 @@ def main(run: Regenerate, console: Console) -> None:
     require_same_sampling(run)
     template, tokenizer = TEMPLATES[run.template](), load_tokenizer(run.target)
     stop_ids, closing_id = stop_ids_of(tokenizer, template)
-    generate = make_generate(run.target, stop_ids, run.max_length, run.top_p)
+    serve = serve_with(run.target, stop_ids, run.max_length, run.top_p, run.batch_size, run.drafter)
     log = AnswerLog.open(run.out / "answers.jsonl")
     asked = sum(len(conversation.user_turns) for conversation in conversations)
     for temperature in run.temperatures:
         console.print(f"{len(conversations)} conversations of {asked} turns at temperature {temperature:g}")
-        config = AnswerConfig(temperature, run.max_length, run.max_new_tokens, stop_ids, closing_id, run.batch_size, run.seed)
-        log = regenerate(log, conversations, chat_turns(tokenizer, template), generate, config, run)
+        config = AnswerConfig(temperature, run.max_length, run.max_new_tokens, stop_ids, closing_id, run.seed)
+        log = regenerate(log, conversations, chat_turns(tokenizer, template), serve, config, run)
     # Prompts that were taken away since may still have answers in the log.
     present = {conversation.id for conversation in conversations}
     names = {f"@{temperature:g}" for temperature in run.temperatures}
-    answers = [answer for answer in log.read() if answer.id.rpartition("#")[0] in present and "@" + answer.id.rpartition("@")[2] in names]
+    answers = [
+        answer
+        for answer in sorted(log.read(), key=lambda each: each.id)
+        if answer.id.rpartition("#")[0] in present and "@" + answer.id.rpartition("@")[2] in names
+    ]
     save_token_sequences(run.out / "texts.npz", sequences_from_answers(answers))
     without = asked * len(run.temperatures) - len(answers)
     console.print(f"{run.out / 'texts.npz'}: {len(answers)} answers, {without} turns without one (no room, or the answer before was cut)")

@@ -11,17 +11,12 @@ from pathlib import Path
 import numpy as np
 
 from dspark_jax.data import chatml_template, complete_chat, save_token_sequences
-from dspark_jax.decode import DecodeParams, DecodePlan, answers, generate
-from dspark_jax.prefill import start
-from dspark_jax.sampling import Sampling
 from dspark_jax.tokenizers import load_tokenizer
-from dspark_jax.weights import load_target
 from experiments.answers import (
     RECOMMENDED_TEMPERATURE,
     RECOMMENDED_TOP_P,
     AnswerConfig,
     AnswerLog,
-    Generate,
     answer_requests,
     fill_answers,
     sampled_turns,
@@ -29,6 +24,7 @@ from experiments.answers import (
     turn_requests,
 )
 from experiments.prompts import chat_prompts, code_prompts, maths_prompts, user_header
+from experiments.served_answers import serve_with
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +39,7 @@ class WriteTexts:
       top_p: share of the probability that is sampled from, at temperatures below 1.
       max_length: tokens of prompt and answer.
       max_turn_tokens: tokens after which a user turn that the target writes is cut.
-      batch_size: requests answered at once.
+      batch_size: requests answered at a time.
     """
 
     target: str = "smollm2"
@@ -55,28 +51,6 @@ class WriteTexts:
     max_turn_tokens: int = 192
     batch_size: int = 32
     seed: int = 0
-
-
-def make_generate(target_name: str, stop_ids: tuple[int, ...], max_length: int, top_p: float) -> Generate:
-    """Batched plain decoding by the target, as `fill_answers` calls it; prompts are at most max_length - 1 tokens long."""
-    target, target_params = load_target(target_name)
-    plan, params = DecodePlan(target), DecodeParams.of(target, target_params)
-
-    def run(prompt_ids: list[list[int]], temperature: float, max_new_tokens: int, seed: int) -> list[list[int]]:
-        budget = [min(max_new_tokens, max_length - len(prompt)) for prompt in prompt_ids]
-        state = start(
-            plan,
-            params,
-            prompt_ids,
-            max_new_tokens=budget,
-            sampling=Sampling.make(len(prompt_ids), temperature=temperature, top_p=1.0 if temperature >= 1 else top_p),
-            stop_ids=stop_ids,
-            seed=seed,
-            max_len=max_length,
-        )
-        return answers(generate(plan, params, state)[0])
-
-    return run
 
 
 def write_texts(config: WriteTexts) -> Path:
@@ -96,10 +70,9 @@ def write_texts(config: WriteTexts) -> Path:
         max_new_tokens=config.max_turn_tokens,
         stop_ids=stop_ids,
         closing_id=tokenizer.id_of("<|im_end|>"),
-        batch_size=config.batch_size,
         seed=config.seed,
     )
-    write = make_generate(config.target, stop_ids, config.max_length, config.top_p)
+    write = serve_with(config.target, stop_ids, config.max_length, config.top_p, config.batch_size)
 
     def render(messages: list[dict[str, str]]) -> str:
         return tokenizer.apply_chat_template(messages, add_generation_prompt=False)
@@ -123,7 +96,7 @@ def write_texts(config: WriteTexts) -> Path:
         settings = dataclasses.replace(sampling, temperature=temperature, max_new_tokens=config.max_length)
         log = fill_answers(log, answer_requests(prompts, encode), write, settings)
     path = config.out / "texts.npz"
-    save_token_sequences(path, sequences_from_answers(log.read()))
+    save_token_sequences(path, sequences_from_answers(sorted(log.read(), key=lambda answer: answer.id)))
     return path
 
 

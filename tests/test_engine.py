@@ -1,6 +1,7 @@
 """The engine on a toy target: the same tokens as alone, the target's law under a schedule, nothing lost, nothing compiled again."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,8 @@ from dspark_jax.requests import FINISH_REASONS, RequestOptions
 from dspark_jax.round_plans import FirstPositions
 from dspark_jax.schedule import FixedLength, PrefixSchedule, StepCurve
 from dspark_jax.slot_executor import BatchShape
+from experiments.answers import Ask
+from experiments.served_answers import served
 from tests.toy_drafter import VOCAB
 from tests.toy_engine import CONFIG, SLOTS, ConfidentDrafter, ToyServing, run_until_idle, toy_params
 
@@ -75,6 +78,21 @@ def test_a_seed_of_one_s_own_shares_no_bits_with_requests_that_have_none(fixed):
     engine = fixed.engine()
     handles = [engine.submit([1, 2], max_new_tokens=30, temperature=1.0, seed=seed) for seed in (None, CONFIG.seed, None, 1)]
     assert len({handle.result().ids for handle in handles}) == 4
+
+
+def test_texts_to_train_on_are_the_same_in_any_order_and_behind_any_interruption(fixed):
+    """What `experiments.regenerate` asks the engine for; who stops listening leaves nothing behind."""
+    engine, rng = fixed.engine(), np.random.default_rng(3)
+    asks = [Ask(tuple(rng.integers(0, VOCAB, size).tolist()), size % 2, 12, seed=size) for size in range(1, 21)]
+    whole = dict(served(lambda: engine, asks, stop_ids=(0,), top_p=0.9, rows=3))
+    assert sorted(whole) == list(range(20)) and engine.idle
+    assert all(ids[-1] == 0 or len(ids) == 12 for ids in whole.values())
+    backwards = dict(served(lambda: engine, asks[::-1], stop_ids=(0,), top_p=0.9, rows=3))
+    assert {19 - number: ids for number, ids in backwards.items()} == whole
+    interrupted = served(lambda: engine, asks, stop_ids=(0,), top_p=0.9, rows=3)
+    assert all(whole[number] == ids for number, ids in itertools.islice(interrupted, 2))
+    interrupted.close()
+    assert engine.idle and engine.metrics.finished["cancelled"] > 0
 
 
 def _law(params, prompt_token: int, length: int) -> np.ndarray:

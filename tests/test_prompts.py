@@ -1,6 +1,8 @@
 """Prompts that the project makes itself, and the log of the answers that the target gives."""
 
+import dataclasses
 import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -12,6 +14,7 @@ import pytest
 
 from dspark_jax.data import chatml_template, gemma4_template, load_token_sequences, save_token_sequences
 from experiments.answers import (
+    APPENDED_TOGETHER,
     Answer,
     AnswerConfig,
     AnswerLog,
@@ -315,59 +318,79 @@ class FixedTarget:
     def __init__(self, sampled):
         self.sampled = sampled
 
-    def __call__(self, prompt_ids, temperature, max_new_tokens, seed):
-        return self.sampled
+    def __call__(self, asks):
+        return enumerate(self.sampled)
 
 
 class CountingTarget:
-    """Answers by a hash of prompt, place in the batch and seed; fails at call number `fails_at`."""
+    """Answers by a hash of the ask, the last first; fails behind so many answers."""
 
-    def __init__(self, fails_at=None):
-        self.calls, self.fails_at = [], fails_at
+    def __init__(self, fails_behind=None):
+        self.asks, self.fails_behind = [], fails_behind
 
-    def __call__(self, prompt_ids, temperature, max_new_tokens, seed):
-        if len(self.calls) == self.fails_at:
-            raise Interrupted
-        self.calls.append((len(prompt_ids), temperature, max_new_tokens, seed))
-        rngs = [Random(f"{prompt} {place} {temperature} {seed}") for place, prompt in enumerate(prompt_ids)]
-        return [[rng.randrange(3, 100) for _ in range(rng.randrange(max_new_tokens))] + [2] for rng in rngs]
+    def __call__(self, asks):
+        self.asks += asks
+        for count, number in enumerate(reversed(range(len(asks)))):
+            if count == self.fails_behind:
+                raise Interrupted
+            ask = asks[number]
+            rng = Random(f"{ask.prompt_ids} {ask.temperature} {ask.seed}")
+            yield number, [rng.randrange(3, 100) for _ in range(rng.randrange(ask.max_new_tokens))] + [2]
 
 
 def requests(count):
     return [Request(f"r{number}", (10, 11, 12, number), "code", number % 2 == 1, number) for number in range(count)]
 
 
-CONFIG = AnswerConfig(batch_size=4, max_length=20, max_new_tokens=12, seed=1)
+CONFIG = AnswerConfig(max_length=20, max_new_tokens=12, seed=1)
 
 
-def test_stopping_and_resuming_changes_no_answer(tmp_path):
-    """Interrupted between batches and inside one (half of its lines written): the file is the uninterrupted one, byte by byte."""
-    whole = fill_answers(AnswerLog.open(tmp_path / "whole.jsonl"), requests(10), CountingTarget(), CONFIG, progress=False)
-    assert whole.finished == {f"r{number}@0.2" for number in range(10)}
-    with pytest.raises(Interrupted):
-        fill_answers(AnswerLog.open(tmp_path / "log.jsonl"), requests(10), CountingTarget(fails_at=2), CONFIG, progress=False)
-    lines = (tmp_path / "log.jsonl").read_bytes().splitlines(keepends=True)
-    assert len(lines) == 8
-    for kept in range(9):
-        (tmp_path / "log.jsonl").write_bytes(b"".join(lines[:kept]) + (lines[kept][:25] if kept < 8 else b""))
+def in_order(log):
+    return sorted(log.read(), key=lambda answer: answer.id)
+
+
+def test_stopping_and_resuming_changes_no_answer_and_asks_for_none_twice(tmp_path):
+    """Interrupted behind any answer, and killed while any line was written."""
+    whole = in_order(fill_answers(AnswerLog.open(tmp_path / "whole.jsonl"), requests(10), CountingTarget(), CONFIG, progress=False))
+    assert [answer.id for answer in whole] == [f"r{number}@0.2" for number in range(10)]
+    for given in range(10):
+        path = tmp_path / f"log{given}.jsonl"
+        with pytest.raises(Interrupted):
+            fill_answers(AnswerLog.open(path), requests(10), CountingTarget(fails_behind=given), CONFIG, progress=False)
+        assert len(AnswerLog.open(path).finished) == given
+        with open(path, "ab") as file:
+            file.write(json.dumps(dataclasses.asdict(whole[0])).encode()[:25])
         target = CountingTarget()
-        log = fill_answers(AnswerLog.open(tmp_path / "log.jsonl"), requests(10), target, CONFIG, progress=False)
-        assert log.path.read_bytes() == whole.path.read_bytes()
-        assert len(target.calls) == 3 - kept // 4
-    assert fill_answers(log, requests(10), CountingTarget(fails_at=0), CONFIG, progress=False) == log
+        log = fill_answers(AnswerLog.open(path), requests(10), target, CONFIG, progress=False)
+        assert in_order(log) == whole and len(target.asks) == 10 - given
+        assert fill_answers(log, requests(10), CountingTarget(fails_behind=0), CONFIG, progress=False) == log
 
 
-def test_every_batch_has_the_same_shape_and_its_own_seed(tmp_path):
+def test_answers_are_on_disk_while_others_are_still_being_written(tmp_path):
+    path, seen = tmp_path / "log.jsonl", []
+
+    def serve(asks):
+        for number, answer in CountingTarget()(asks):
+            seen.append(len(AnswerLog.open(path).finished))
+            yield number, answer
+
+    fill_answers(AnswerLog.open(path), requests(2 * APPENDED_TOGETHER + 1), serve, CONFIG, progress=False)
+    assert seen == [0] * APPENDED_TOGETHER + [APPENDED_TOGETHER] * APPENDED_TOGETHER + [2 * APPENDED_TOGETHER]
+
+
+def test_every_answer_has_a_seed_of_its_own_and_the_room_there_is(tmp_path):
     target = CountingTarget()
-    fill_answers(AnswerLog.open(tmp_path / "log.jsonl"), requests(10), target, CONFIG, progress=False)
-    assert [call[:3] for call in target.calls] == [(4, 0.2, 12)] * 3
-    assert len({call[3] for call in target.calls}) == 3
-    assert all(0 <= call[3] < 2**31 for call in target.calls)
+    made = [*requests(10), Request("long", (1,) * 15, "code", False, 0)]
+    fill_answers(AnswerLog.open(tmp_path / "log.jsonl"), made, target, CONFIG, progress=False)
+    assert [ask.max_new_tokens for ask in target.asks] == [12] * 10 + [5]
+    assert {ask.temperature for ask in target.asks} == {0.2}
+    assert len({ask.seed for ask in target.asks}) == 11
+    assert all(0 <= ask.seed < 2**31 for ask in target.asks)
 
 
 def test_an_answer_ends_at_its_first_stop_token_or_is_cut_at_the_greatest_length(tmp_path):
     sampled = [[7, 8, 2], [7, 0, 8, 9], [1], [7] * 30, [7] * 15 + [2], [7] * 16 + [2]]
-    config = AnswerConfig(batch_size=6, max_length=20, temperature=0.0)
+    config = AnswerConfig(max_length=20, temperature=0.0)
     log = fill_answers(AnswerLog.open(tmp_path / "log.jsonl"), requests(6), FixedTarget(sampled), config, progress=False)
     answers = log.read()
     assert [list(answer.tokens[4:]) for answer in answers] == [[7, 8, 2], [7, 2], [2], [7] * 16, [7] * 15 + [2], [7] * 16]
@@ -378,7 +401,7 @@ def test_an_answer_ends_at_its_first_stop_token_or_is_cut_at_the_greatest_length
 
 def test_one_log_holds_the_answers_at_several_temperatures(tmp_path):
     log = fill_answers(AnswerLog.open(tmp_path / "log.jsonl"), requests(2), CountingTarget(), CONFIG, progress=False)
-    warm = AnswerConfig(temperature=1.0, batch_size=2, max_length=20, max_new_tokens=12)
+    warm = AnswerConfig(temperature=1.0, max_length=20, max_new_tokens=12)
     log = fill_answers(log, requests(2), CountingTarget(), warm, progress=False)
     assert log.finished == {"r0@0.2", "r1@0.2", "r0@1", "r1@1"}
 
@@ -393,37 +416,36 @@ def test_prompts_become_requests_unless_they_are_too_long():
 
 def test_the_target_writes_chat_prompts_itself_through_the_same_log(tmp_path):
     """Turns come out in the order of their numbers, also beyond ten, and become prompts."""
-    config = AnswerConfig(temperature=1.0, batch_size=4, max_new_tokens=6)
+    config = AnswerConfig(temperature=1.0, max_new_tokens=6)
 
-    def generate(prompt_ids, temperature, max_new_tokens, seed):
-        assert prompt_ids == [[1, 50]] * 4
-        return [[*(100 + int(digit) for digit in str(seed)[:6]), 100 + place, 2] for place in range(4)]
+    def serve(asks):
+        assert {ask.prompt_ids for ask in asks} == {(1, 50)}
+        for number in reversed(range(len(asks))):
+            yield number, [*(100 + int(digit) for digit in str(asks[number].seed)[:5]), 100 + number, 2]
 
-    log = fill_answers(AnswerLog.open(tmp_path / "turns.jsonl"), turn_requests([1, 50], 12), generate, config, progress=False)
-    turns = sampled_turns(log.read()[::-1])
-    assert len(turns) == 12
-    assert [turn[-2] for turn in turns] == [100, 101, 102, 103] * 3
+    log = fill_answers(AnswerLog.open(tmp_path / "turns.jsonl"), turn_requests([1, 50], 12), serve, config, progress=False)
+    turns = sampled_turns(log.read())
+    assert [turn[-2] for turn in turns] == [100 + number for number in range(12)]
     prompts = chat_prompts(turns, lambda ids: "".join(chr(i) for i in ids), end_ids=(0, 1, 2))
     assert [prompt.key for prompt in prompts] == [f"chat-0-{number}" for number in range(12)]
 
 
 @pytest.mark.parametrize(
-    ("made", "generate", "error"),
+    ("made", "sampled", "error"),
     [
-        (requests(3), FixedTarget([[5], [6]]), r"generate returned \[1, 1\] tokens; allowed: at least 1 for each of 3"),
-        (requests(2), FixedTarget([[5], []]), r"generate returned \[1, 0\] tokens"),
-        (requests(2) * 2, FixedTarget([[5]] * 4), "ids of requests repeat"),
-        ([Request("r", (1,) * 20, "code", False, 0)], FixedTarget([[5]] * 4), "length of prompt r is 20; allowed: 1 to 19"),
+        (requests(3), [(0, [5]), (1, [6])], "serve gave 2 answers; allowed: one for each of 3"),
+        (requests(2), [(0, [5]), (1, [])], "serve gave 0 tokens for request r1"),
+        (requests(2), [(0, [5]), (0, [5])], "serve gave 1 tokens for request r0; allowed: at least 1, and once"),
+        (requests(2) * 2, [(0, [5])] * 4, "ids of requests repeat"),
+        ([Request("r", (1,) * 20, "code", False, 0)], [(0, [5])], "length of prompt r is 20; allowed: 1 to 19"),
     ],
 )
-def test_bad_requests_and_bad_answers_of_the_target_are_refused(tmp_path, made, generate, error):
+def test_bad_requests_and_bad_answers_of_the_target_are_refused(tmp_path, made, sampled, error):
     with pytest.raises(ValueError, match=error):
-        fill_answers(AnswerLog.open(tmp_path / "log.jsonl"), made, generate, CONFIG, progress=False)
+        fill_answers(AnswerLog.open(tmp_path / "log.jsonl"), made, lambda asks: sampled, CONFIG, progress=False)
 
 
-@pytest.mark.parametrize(
-    "settings", [{"temperature": -1.0}, {"temperature": float("nan")}, {"batch_size": 0}, {"max_new_tokens": 0}, {"max_length": 1}]
-)
+@pytest.mark.parametrize("settings", [{"temperature": -1.0}, {"temperature": float("nan")}, {"max_new_tokens": 0}, {"max_length": 1}])
 def test_bad_settings_of_sampling_are_refused(settings):
     (field,) = settings
     with pytest.raises(ValueError, match=f"{field} is .*; allowed: at least"):

@@ -30,7 +30,7 @@ RECORDS = (
     },
 )
 TURNS = {"long#0", "long#1", "long#2", "short#0", "chat#0", "pair#0", "pair#1"}
-CONFIG = AnswerConfig(0.5, max_length=200, max_new_tokens=20, stop_ids=(1, CLOSE), closing_id=CLOSE, batch_size=2)
+CONFIG = AnswerConfig(0.5, max_length=200, max_new_tokens=20, stop_ids=(1, CLOSE), closing_id=CLOSE)
 
 
 def codes(text):
@@ -55,18 +55,19 @@ def run(tmp_path):
 def echo(calls, stop_after=None):
     """A target that says how many tokens it has read, and remembers what it was asked."""
 
-    def generate(prompt_ids, temperature, max_new_tokens, seed):
-        if stop_after is not None and len(calls) == stop_after:
-            raise KeyboardInterrupt
-        calls.append(([text_of(ids) for ids in prompt_ids], temperature, seed))
-        return [[*codes(f"<{len(ids)}.{seed % 97}>"), CLOSE, 99] for ids in prompt_ids]
+    def serve(asks):
+        for number, ask in enumerate(asks):
+            if stop_after is not None and len(calls) == stop_after:
+                raise KeyboardInterrupt
+            calls.append(ask)
+            yield number, [*codes(f"<{len(ask.prompt_ids)}.{ask.seed % 97}>"), CLOSE, 99]
 
-    return generate
+    return serve
 
 
-def answer_all(run, tmp_path, generate, turns=PLAIN, config=CONFIG):
+def answer_all(run, tmp_path, serve, turns=PLAIN, config=CONFIG):
     log = AnswerLog.open(tmp_path / "answers.jsonl")
-    return regenerate(log, read_conversations(run.prompts), turns, generate, config, run, progress=False)
+    return regenerate(log, read_conversations(run.prompts), turns, serve, config, run, progress=False)
 
 
 def by_id(log):
@@ -85,24 +86,23 @@ def test_every_turn_is_answered_once_in_the_context_of_the_targets_own_answers(r
     assert prompts["chat#0@0.5"] == "s:S;u:ask;a:"
 
 
-def test_turns_of_one_depth_are_sampled_together_and_with_seeds_of_their_own(run, tmp_path):
+def test_turns_of_one_depth_are_asked_for_together_and_with_seeds_of_their_own(run, tmp_path):
     calls = []
     answer_all(run, tmp_path, echo(calls))
-    # Two batches of first turns, one of two second turns, one of a third turn filled up with itself.
-    assert [len(prompts) for prompts, _, _ in calls] == [2, 2, 2, 2]
-    assert [prompts[0].count("a:") for prompts, _, _ in calls] == [1, 1, 2, 3]
-    assert {temperature for _, temperature, _ in calls} == {0.5} and len({seed for _, _, seed in calls}) == 4
+    # Four first turns, two second ones, a third.
+    assert [text_of(ask.prompt_ids).count("a:") for ask in calls] == [1, 1, 1, 1, 2, 2, 3]
+    assert {ask.temperature for ask in calls} == {0.5} and len({ask.seed for ask in calls}) == 7
 
 
-@pytest.mark.parametrize("batches", [0, 1, 2, 3])
-def test_stopping_and_going_on_changes_no_token_and_samples_no_batch_twice(run, tmp_path, batches):
+@pytest.mark.parametrize("answered", range(7))
+def test_stopping_and_going_on_changes_no_token_and_samples_no_answer_twice(run, tmp_path, answered):
     (tmp_path / "whole").mkdir()
     whole = by_id(answer_all(run, tmp_path / "whole", echo([])))
     calls, more = [], []
     with pytest.raises(KeyboardInterrupt):
-        answer_all(run, tmp_path, echo(calls, stop_after=batches))
+        answer_all(run, tmp_path, echo(calls, stop_after=answered))
     assert by_id(answer_all(run, tmp_path, echo(more))) == whole
-    assert len(calls) + len(more) == 4
+    assert len(calls) + len(more) == 7
     assert answer_all(run, tmp_path, echo([], stop_after=0)).finished == set(whole)
 
 
@@ -114,8 +114,8 @@ def test_a_line_lost_in_the_middle_of_writing_is_answered_again(run, tmp_path):
 
 
 def test_a_conversation_ends_where_an_answer_was_cut_or_where_no_room_is_left(run, tmp_path):
-    def cut(prompt_ids, temperature, max_new_tokens, seed):
-        return [codes("endless") if text_of(ids) == "u:one;a:" else [*codes("x"), CLOSE] for ids in prompt_ids]
+    def cut(asks):
+        return enumerate([codes("endless") if text_of(ask.prompt_ids) == "u:one;a:" else [*codes("x"), CLOSE] for ask in asks])
 
     answers = by_id(answer_all(run, tmp_path, cut))
     assert set(answers) == {f"{turn}@0.5" for turn in TURNS - {"long#1", "long#2"}}
@@ -199,12 +199,13 @@ def fake_target(monkeypatch):
     """The command without a model: a tokenizer of characters, and a target that answers with its prompt's length."""
     asked = []
 
-    def generate(prompt_ids, temperature, max_new_tokens, seed):
-        asked.append(temperature)
-        return [[*TOKENIZER.encode(f"I have read {len(ids)} tokens."), 2] for ids in prompt_ids]
+    def serve(asks):
+        for number, ask in enumerate(asks):
+            asked.append(ask)
+            yield number, [*TOKENIZER.encode(f"I have read {len(ask.prompt_ids)} tokens."), 2]
 
     monkeypatch.setattr(module, "load_tokenizer", lambda target: TOKENIZER)
-    monkeypatch.setattr(module, "make_generate", lambda target, stop_ids, max_length, top_p: generate)
+    monkeypatch.setattr(module, "serve_with", lambda *settings: serve)
     return asked
 
 
@@ -213,16 +214,15 @@ def test_the_command_writes_texts_that_training_takes(run, fake_target):
     with Console(quiet=True) as console:
         main(run, console)
         texts = load_token_sequences(run.out / "texts.npz")
-        batches = len(fake_target)
         main(run, console)
-    assert len(fake_target) == batches
+    assert len(fake_target) == 3 * len(TURNS)
     assert len(texts) == 3 * len(TURNS)
     assert sorted(set(texts.temperature.tolist())) == [0, 1, 2] and sorted(set(texts.domain.tolist())) == [0, 1, 2]
     words = [texts.tokens[texts.offsets[row] + texts.answer_start[row] : texts.offsets[row + 1]] for row in range(len(texts))]
     prompt = [int(texts.answer_start[row]) for row in range(len(texts))]
     assert [TOKENIZER.decode(ids[:-1]) for ids in words] == [f"I have read {length} tokens." for length in prompt]
     assert all(ids[-1] == 2 for ids in words) and texts.finished.all()
-    assert DOMAINS[texts.domain[0]] == "maths"
+    assert DOMAINS[texts.domain[0]] == "chat", "in the order of their ids"
     batch, _ = next(TokenBatches(texts, batch_size=2, lengths=(600,)).stream())
     assert batch.loss_mask.any(axis=1).all()
 
@@ -265,6 +265,6 @@ def test_an_answer_s_seed_depends_on_the_run_s_seed(run, tmp_path):
     calls, other = [], []
     answer_all(run, tmp_path, echo(calls))
     (tmp_path / "other").mkdir()
-    answer_all(dataclasses.replace(run, seed=1), tmp_path / "other", echo(other))
-    assert not {seed for _, _, seed in calls} & {seed for _, _, seed in other}
-    assert np.all([0 <= seed < 2**31 for _, _, seed in calls])
+    answer_all(run, tmp_path / "other", echo(other), config=dataclasses.replace(CONFIG, seed=1))
+    assert not {ask.seed for ask in calls} & {ask.seed for ask in other}
+    assert np.all([0 <= ask.seed < 2**31 for ask in calls])
