@@ -151,7 +151,7 @@ class EngineCore:
         with self._stepping:
             if self.idle:
                 return False
-            began, waited = self._clock(), self.metrics.waited_seconds
+            began, computed = self._clock(), time.thread_time()
             try:
                 self._go_on()
             except Exception as error:
@@ -160,7 +160,9 @@ class EngineCore:
                 # What was half done is done again.
                 self._interrupted = True
                 raise
-            self.metrics.host_seconds += self._clock() - began - (self.metrics.waited_seconds - waited)
+            computed = time.thread_time() - computed
+            self.metrics.host_seconds += computed
+            self.metrics.waited_seconds += max(self._clock() - began - computed, 0.0)
             self.metrics.waiting, self.metrics.reading = len(self._waiting), int(self._reading is not None) + len(self._ready)
             self.metrics.decoding = sum(row is not None for row in self._rows)
         return True
@@ -298,14 +300,11 @@ class EngineCore:
             self._look_at(entry)
 
     def _look_at(self, entry: _First | _Round) -> None:
-        began = self._clock()
         try:
             value = entry.ticket.get()
         except Exception:
             self._failed = entry
             raise
-        finally:
-            self.metrics.waited_seconds += self._clock() - began
         if isinstance(entry, _First):
             self._take_first(entry.request, int(value))
         else:

@@ -62,7 +62,8 @@ class EngineMetrics:
       rounds, empty_rounds: rounds with requests; and launched ones that found everybody finished.
       request_rounds: requests of all rounds.
       recoveries: times that all requests were prefilled again behind an error.
-      host_seconds, waited_seconds: of the host's loop, doing things and waiting for the device.
+      host_seconds: in which the thread of the loop computed (of the processor, whatever the engine's clock is).
+      waited_seconds: the rest of the loop's time: for a round to end, or for the device to take another program.
       latest: the last rounds.
       completions: the last finished requests.
     """
@@ -106,7 +107,7 @@ class EngineMetrics:
 
     @property
     def host_share(self) -> float:
-        """Share of the loop's time in which the host did not wait for the device."""
+        """Share of the loop's time in which the host computed."""
         total = self.host_seconds + self.waited_seconds
         return self.host_seconds / total if total else 0.0
 

@@ -76,7 +76,8 @@ class RequestOptions:
         if isinstance(self.stop_texts, str):
             raise ValueError(f"stop_texts is the text {self.stop_texts!r}; allowed is a tuple of texts")
         StopTexts(self.stop_texts)
-        Sampling.make(1, self.temperature, self.top_k, self.top_p)
+        # Checked, not made: who asks must not wait for a device that is busy with rounds.
+        Sampling.checked(1, self.temperature, self.top_k, self.top_p)
 
 
 @dataclasses.dataclass

@@ -45,6 +45,13 @@ class Sampling:
         Raises:
           ValueError: a value outside its range, or a sequence of another length than `num_rows`.
         """
+        return cls(*(jnp.asarray(each) for each in cls.checked(num_rows, temperature, top_k, top_p)))
+
+    @staticmethod
+    def checked(
+        num_rows: int, temperature: float | Sequence[float], top_k: int | Sequence[int], top_p: float | Sequence[float]
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The fields of `make` on the host, without a word to the device. Errors as there."""
         temperatures = _per_row("temperature", temperature, num_rows, np.float32)
         top_ks = _per_row("top_k", top_k, num_rows, np.int32)
         top_ps = _per_row("top_p", top_p, num_rows, np.float32)
@@ -52,7 +59,7 @@ class Sampling:
         _require("temperature", temperatures, greedy_or_warm, f"0 (greedy) or a finite number of at least {MIN_TEMPERATURE}")
         _require("top_k", top_ks, top_ks >= 0, "0 (off) or a positive integer")
         _require("top_p", top_ps, (top_ps > 0) & (top_ps <= 1), "a number in (0, 1], 1 being off")
-        return cls(temperature=jnp.asarray(temperatures), top_k=jnp.asarray(top_ks), top_p=jnp.asarray(top_ps))
+        return temperatures, top_ks, top_ps
 
     def take(self, rows: Int[Array, "N"]) -> "Sampling":
         """The settings of `rows`, repeated and reordered as they come."""

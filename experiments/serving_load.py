@@ -56,7 +56,7 @@ class Window:
       rounds: of requests, one for each that took part in a round.
       verified: drafts of all of them.
       request_seconds: seconds that requests spent in rounds and between them, summed over requests.
-      host_seconds: of the engine's loop, those in which it did not wait for the device.
+      host_seconds: in which the thread of the engine's loop computed.
     """
 
     seconds: float

@@ -419,3 +419,17 @@ def test_the_toy_is_what_it_is_taken_for():
     expected = table[0, 1] / table[0, 1].sum()
     assert law.shape == (VOCAB, VOCAB) and np.isclose(law.sum(), 1)
     np.testing.assert_allclose(law.sum(axis=1), expected, rtol=1e-6)
+
+
+def test_who_asks_does_not_wait_for_the_device(fixed, monkeypatch):
+    """A request is checked and taken in without an array being made: the device may be busy with two rounds."""
+
+    def busy(*_, **__):
+        raise AssertionError("an array was made")
+
+    engine = fixed.engine()
+    with monkeypatch.context() as patched:
+        patched.setattr(jnp, "asarray", busy)
+        handle = engine.submit([1, 2], max_new_tokens=3, temperature=0.7, top_k=2, top_p=0.9)
+    assert len(handle.result().ids) == 3
+    assert 0 < engine.metrics.host_share < 1
