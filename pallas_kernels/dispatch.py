@@ -3,8 +3,9 @@
 ==================  ===========================================================================================================
 backend             what runs
 ==================  ===========================================================================================================
-"auto"              the kernel of the platform that jax runs on; plain JAX where there is none, or where jax has several devices,
-                    over which it can split plain JAX but no kernel (a note is logged, once)
+"auto"              the kernel of the platform that jax runs on; plain JAX where there is none, where the GPU is too old for it
+                    (`OLDEST_GPU`), or where jax has several devices, over which it can split plain JAX but no kernel (a note is
+                    logged, once)
 "xla"               the reference: plain JAX, everywhere
 "mosaic_tpu"        the Pallas kernels for TPUs
 "triton"            the Pallas kernels for NVIDIA GPUs
@@ -26,6 +27,10 @@ BackendName: TypeAlias = Literal["auto", "xla", "mosaic_tpu", "triton", "interpr
 
 PLATFORM_OF = {"mosaic_tpu": "tpu", "triton": "gpu"}
 """The platforms that the kernels for devices need, as `jax.default_backend` names them."""
+
+
+OLDEST_GPU = 8
+"""Major compute capability from which on XLA takes Triton kernels: a T4 (7.5) has none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +72,7 @@ def choose(backend: Backend) -> Choice:
         raise ValueError(f"backend is {backend!r}; allowed: {', '.join(get_args(BackendName))}")
     platform = jax.default_backend()
     if backend == "auto":
-        return _automatic(platform, jax.device_count())
+        return _automatic(platform, jax.device_count(), _runs_kernels(jax.devices()[0]))
     if backend in PLATFORM_OF and platform != PLATFORM_OF[backend]:
         raise ValueError(
             f"backend is {backend!r}, which needs the platform {PLATFORM_OF[backend]}; jax runs on {platform} here. "
@@ -80,12 +85,23 @@ def choose(backend: Backend) -> Choice:
     }.get(backend, Choice(backend))
 
 
+def _runs_kernels(device: Any) -> bool:
+    """Whether the device can run the kernels of its platform; False for NVIDIA GPUs that are too old."""
+    major = str(getattr(device, "compute_capability", "")).partition(".")[0]
+    return not major.isdigit() or int(major) >= OLDEST_GPU
+
+
 @functools.cache
-def _automatic(platform: str, num_devices: int) -> Choice:
+def _automatic(platform: str, num_devices: int, runs_kernels: bool) -> Choice:
     # Cached, so that the note is logged once.
     kernels = next((name for name, needed in PLATFORM_OF.items() if needed == platform), None)
-    if kernels is not None and num_devices == 1:
+    if kernels is not None and num_devices == 1 and runs_kernels:
         return Choice(kernels)
-    why = f"no kernels for the platform {platform}" if kernels is None else f"{num_devices} devices, and no kernel is split by itself"
+    if kernels is None:
+        why = f"no kernels for the platform {platform}"
+    elif not runs_kernels:
+        why = f"kernels need a GPU of compute capability {OLDEST_GPU}.0 or more"
+    else:
+        why = f"{num_devices} devices, and no kernel is split by itself"
     logging.getLogger(__name__).info("plain JAX computes: %s", why)
     return Choice("xla")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import types
 from typing import Any
 
 import jax
@@ -401,6 +402,15 @@ def test_backends_that_cannot_run_here_are_refused():
     with pytest.raises(ValueError, match="name is 'xla'; kernels for devices are mosaic_tpu, triton"):
         AheadOfTime("xla")
     assert dispatch.choose("auto") == dispatch.Choice("xla")
+
+
+@pytest.mark.parametrize(("capability", "kernels"), [("7.5", "xla"), ("8.0", "triton"), ("10.0", "triton"), ("gfx90a", "triton")])
+def test_auto_is_plain_jax_on_gpus_that_are_too_old_for_the_kernels(monkeypatch, capability, kernels):
+    """A T4, as free notebooks have it, is of compute capability 7.5."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    monkeypatch.setattr(jax, "devices", lambda: [types.SimpleNamespace(compute_capability=capability)])
+    assert dispatch.choose("auto") == dispatch.Choice(kernels)
 
 
 def test_the_fall_back_of_auto_is_logged_once(caplog):
