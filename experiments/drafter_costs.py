@@ -21,8 +21,9 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from dspark_jax.protocols import Committed, FlatTokens, TargetHead
+from dspark_jax.protocols import Committed, Drafter, FlatTokens, TargetHead
 from dspark_jax.sampling import Noise, Sampling
+from dspark_jax.typing import Params
 from experiments.model_presets import MODEL_PRESETS, ModelPreset
 from experiments.result_files import write_csv
 
@@ -133,6 +134,21 @@ def drafters_of(preset: ModelPreset) -> dict[str, Any]:
     }
 
 
+def proposal_work(drafter: Drafter, params: Params, head: TargetHead, rows: int, context: int) -> Work:
+    """Work of one proposal for `rows` requests behind `context` tokens; parameters and head may be abstract.
+
+    Args:
+      head: the target's, cut to the draft vocabulary where the drafter has one of its own.
+    """
+    state = _abstract(lambda: drafter.init_state(rows, context, dtype=jnp.float32))
+
+    def propose(params: Params, head: TargetHead, state: Any, ids: Any) -> Any:
+        row = jnp.arange(rows, dtype=jnp.int32)
+        return drafter.propose(params, head, state, ids, Noise.of_round(0, row, row), Sampling.make(rows, 1.0))
+
+    return work_of(propose, params, head, state, jax.ShapeDtypeStruct((rows,), jnp.int32))
+
+
 def cost_rows(preset: ModelPreset, rows: int, context: int) -> list[dict[str, Any]]:
     """One row for the target's own step and one per drafter.
 
@@ -156,15 +172,11 @@ def cost_rows(preset: ModelPreset, rows: int, context: int) -> list[dict[str, An
         params = drafter.abstract_params()
         state = _abstract(lambda drafter=drafter: drafter.init_state(rows, context, dtype=jnp.float32))
 
-        def propose(params: Any, head: TargetHead, state: Any, ids: Any, drafter: Any = drafter) -> Any:
-            row = jnp.arange(rows, dtype=jnp.int32)
-            return drafter.propose(params, head, state, ids, Noise.of_round(0, row, row), Sampling.make(rows, 1.0))
-
         def commit(params: Any, head: TargetHead, state: Any, committed: Committed, drafter: Any = drafter) -> Any:
             return drafter.commit(params, head, state, committed)
 
         committed = _abstract(functools.partial(_one_position, rows, target.spec.width, len(drafter.taps)))
-        proposal = work_of(propose, params, head, state, ids)
+        proposal = proposal_work(drafter, params, head, rows, context)
         table.append(
             _row(
                 preset.name,

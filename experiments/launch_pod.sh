@@ -14,6 +14,7 @@
 # Elsewhere, start the same command once per host:
 #   SLURM (one task per host):  srun --ntasks-per-node 1 .venv/bin/python -m experiments.run train PRESET --multi-host
 #   plain ssh, on host I of N:  .venv/bin/python -m experiments.run train PRESET --coordinator HOST0:8476 --num-hosts N --host I
+# Many runs on machines that work alone are a sweep: experiments/launch_sweep.sh.
 set -euo pipefail
 
 if [ $# -lt 3 ]; then

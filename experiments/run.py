@@ -8,14 +8,18 @@ from typing import Annotated, Literal
 import tyro
 
 from dspark_jax.sharding import start_multi_host
+from experiments.ablations import find_sweep
 from experiments.add_confidence import AddConfidence, add_confidence
 from experiments.calibration_report import CalibrationSpeed, time_calibration
 from experiments.card_agreement import Agreement, compare_with_card
 from experiments.convert import export_model, import_model
+from experiments.overrides import overridden, parsed_overrides
 from experiments.plot_training import plot_training
 from experiments.presets import PRESETS
 from experiments.recalibrate import recalibrate
 from experiments.release_drafter import Release, ReleaseFiles, release_drafter
+from experiments.sweep import parse_shard, run_sweep
+from experiments.sweep_report import report
 from experiments.train_drafter import train
 from experiments.write_feature_cache import WriteFeatureCache, write_features
 from experiments.write_texts import WriteTexts, summary, write_texts
@@ -42,6 +46,7 @@ def train_command(
     coordinator: str | None = None,
     num_hosts: int | None = None,
     host: int | None = None,
+    set: tuple[str, ...] = (),
 ) -> None:
     """Train a drafter by a preset of `experiments/presets.py`; what is left out stays as the preset has it.
 
@@ -54,6 +59,7 @@ def train_command(
       measure_every: decode held-out prompts after every so many steps.
       multi_host: this is one of several hosts that execute the same command, on a TPU pod or under SLURM, where they find each other.
       coordinator: the same elsewhere: "address:port" of host 0, with `num_hosts` and the number of this `host`.
+      set: any other field of the run by path, such as `drafter.num_layers=3 train.loss.ce=1.0 domains=maths,code`.
     """
     if preset not in PRESETS:
         raise ValueError(f"preset is {preset!r}; known: {', '.join(sorted(PRESETS))}")
@@ -78,13 +84,55 @@ def train_command(
     step = dataclasses.replace(run.train, **{name: value for name, value in of_step.items() if value is not None})
     if algorithm is not None:
         step = dataclasses.replace(step, optimizer=dataclasses.replace(step.optimizer, algorithm=algorithm))
-    train(dataclasses.replace(run, train=step, **{name: value for name, value in of_run.items() if value is not None}))
+    run = dataclasses.replace(run, train=step, **{name: value for name, value in of_run.items() if value is not None})
+    train(overridden(run, parsed_overrides(run, set)))
 
 
 def cache_command(config: Annotated[WriteFeatureCache, tyro.conf.OmitArgPrefixes]) -> None:
     """Let the target read the training texts of a preset once and store its features, for `train --features`."""
     manifest = write_features(config)
     print(f"{config.out}: {sum(manifest.shard_lengths)} texts; train on them with --features {config.out}")
+
+
+def sweep_command(
+    sweep: Annotated[str, tyro.conf.Positional],
+    out: Path = Path("out/sweeps"),
+    shard: str = "0/1",
+    seeds: tuple[int, ...] = (),
+    set: tuple[str, ...] = (),
+    here: tuple[str, ...] = (),
+) -> None:
+    """Run a sweep of `experiments/ablations.py`, or this machine's share of it; what is finished is passed over.
+
+    Args:
+      out: folder of the records and the trainings.
+      shard: place/number of this machine, such as 0/2 and 1/2.
+      seeds: run every cell with each of them.
+      set: fields of all cells by path, such as `run.train.optimizer.total_steps=200`; those are other cells then.
+      here: fields that hold for this machine and do not change the result, such as `run.features=out/small_features`.
+    """
+    chosen = find_sweep(sweep)
+    chosen = chosen.changed(parsed_overrides(chosen.cells[0].config, set)) if set else chosen
+    chosen = chosen.repeated(seeds) if seeds else chosen
+    run_sweep(chosen, out, parse_shard(shard), here=parsed_overrides(chosen.cells[0].config, here))
+
+
+def sweep_report_command(
+    sweep: Annotated[str, tyro.conf.Positional],
+    out: Path = Path("out/sweeps"),
+    to: Path | None = None,
+    seeds: tuple[int, ...] = (),
+    set: tuple[str, ...] = (),
+) -> None:
+    """Table, CSV file and plot of a sweep's finished cells; `seeds` and `set` as they were given to `sweep`.
+
+    Args:
+      out: folder of the records.
+      to: folder of the CSV file and the plot; `out` where absent.
+    """
+    chosen = find_sweep(sweep)
+    chosen = chosen.changed(parsed_overrides(chosen.cells[0].config, set)) if set else chosen
+    report(chosen.repeated(seeds) if seeds else chosen, out, out if to is None else to)
 
 
 def add_confidence_command(options: Annotated[AddConfidence, tyro.conf.OmitArgPrefixes]) -> None:
@@ -141,6 +189,8 @@ def main() -> int:
         "texts": texts_command,
         "cache": cache_command,
         "train": train_command,
+        "sweep": sweep_command,
+        "sweep-report": sweep_report_command,
         "add-confidence": add_confidence_command,
         "plot": plot_command,
         "agreement": agreement_command,

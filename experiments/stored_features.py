@@ -14,6 +14,7 @@ from dspark_jax.model_files import locate_model
 from dspark_jax.protocols import Target
 from dspark_jax.tokenizers import load_tokenizer
 from dspark_jax.typing import Params
+from experiments.held_out import spread
 
 MARKED_TEXTS = ChatTemplate(assistant_header="", end_of_turn="")
 """Files of token sequences say themselves which of their tokens are answers, so that no marks are looked for."""
@@ -23,9 +24,14 @@ Rows = tuple[Any, ...]
 states; as numpy arrays."""
 
 
-def training_texts(texts: TokenSequences) -> TokenSequences:
-    """The texts that a drafter learns from, and whose features are stored: all that are not held out."""
-    return texts.select(texts.heldout == 0)
+def training_texts(texts: TokenSequences, count: int | None = None) -> TokenSequences:
+    """The texts that a drafter learns from, and whose features are stored: those that are not held out.
+
+    Args:
+      count: so many of them, at even distances; None for all.
+    """
+    kept = texts.select(texts.heldout == 0)
+    return kept if count is None or not len(kept) else spread(kept, count)
 
 
 def chat_template_of(model: str) -> str | None:
@@ -46,6 +52,15 @@ def features_origin(model: str, target: Target, target_params: Params, taps: tup
     """
     fingerprint = target_fingerprint(target, target_params)
     return FeatureOrigin(fingerprint, taps, target.spec.width, template_fingerprint(chat_template_of(model), MARKED_TEXTS))
+
+
+def stored_taps(folder: Path, taps: tuple[int, ...]) -> tuple[int, ...]:
+    """The taps that a cache in `folder` must have for a drafter that reads `taps`: these, or any where it reads none (MTP).
+
+    Raises:
+      ValueError: there is no cache.
+    """
+    return taps or CacheManifest.read(folder).origin.taps
 
 
 def stored_as(folder: Path) -> CacheManifest:

@@ -8,6 +8,7 @@ Every host of a run executes `train` with the same `TrainRun`, on a folder that 
 """
 
 import dataclasses
+import hashlib
 import json
 import math
 import time
@@ -25,9 +26,9 @@ from rich.console import Console
 from dspark_jax.batches import TokenBatches
 from dspark_jax.calibration_identity import drafter_fingerprint
 from dspark_jax.checkpoint import CheckpointWriter, restore_checkpoint
-from dspark_jax.data import TokenSequences, load_token_sequences
+from dspark_jax.data import DOMAINS, TokenSequences, load_token_sequences
 from dspark_jax.decode import DecodeParams
-from dspark_jax.drafters.dspark import DSparkDrafter
+from dspark_jax.drafters.kinds import drafter_from
 from dspark_jax.protocols import Target
 from dspark_jax.sharded_training import sharded_train_state, sharded_train_step, sharded_train_step_on_features
 from dspark_jax.sharding import batch_share, global_batch, make_mesh, on_every_host, place, replicated
@@ -36,7 +37,7 @@ from dspark_jax.typing import Params
 from dspark_jax.weights import LoadedDrafter, load_target, save_drafter
 from experiments.held_out import TEMPERATURES, estimate, held_out_texts, measured_accepted_length, spread
 from experiments.stop_signals import StopSignals
-from experiments.stored_features import feature_rows, features_origin, open_features, stored_as, text_rows, training_texts
+from experiments.stored_features import feature_rows, features_origin, open_features, stored_as, stored_taps, text_rows, training_texts
 from experiments.training_costs import StepCosts
 from experiments.training_log import TrainingLog
 
@@ -48,9 +49,13 @@ class TrainRun:
     Attributes:
       target: folder, GGUF file or name of the frozen target.
       data: .npz files of answered texts (`dspark_jax.data.TokenSequences`).
-      drafter: config of the drafter: a `DSparkConfig`, or that of the drafter to go on from.
+      drafter: config of the drafter, of any kind in `drafters.kinds`; or that of the drafter to go on from.
       train: the optimizer step.
       out: the run's folder; all hosts of a run see the same.
+      draft_vocabulary: .npy file with target ids, the most frequent first. The first `drafter.draft_vocab_size` of them can be drafted;
+        needed for a random start with such a size, and for nothing else.
+      domains: texts of these domains are learnt from and evaluated on.
+      num_texts: texts to learn from, spread evenly over those that there are; None for all of them.
       batch_size: sequences a step, over all hosts.
       lengths: sequence lengths that a batch may be padded to, ascending.
       packed: several sequences in a row of the one length, as many as fit; `batch_size` then counts rows.
@@ -75,6 +80,9 @@ class TrainRun:
     drafter: Any
     train: TrainConfig
     out: Path
+    draft_vocabulary: Path | None = None
+    domains: tuple[str, ...] = DOMAINS
+    num_texts: int | None = None
     batch_size: int = 64
     lengths: tuple[int, ...] = (512,)
     packed: bool = False
@@ -95,11 +103,44 @@ class TrainRun:
         for name, lowest in (("measure_every", 0), ("measure_prompts", 1), ("measure_tokens", 1), ("checkpoint_every", 1), ("keep", 1)):
             if getattr(self, name) < lowest:
                 raise ValueError(f"{name} is {getattr(self, name)}; at least {lowest} is needed")
+        if not self.domains or not set(self.domains) <= set(DOMAINS):
+            raise ValueError(f"domains is {self.domains}; allowed: one or more of {', '.join(DOMAINS)}")
+        if self.num_texts is not None and self.num_texts < 1:
+            raise ValueError(f"num_texts is {self.num_texts}; at least 1 is needed, or None for all")
+
+    def texts(self, vocab_size: int) -> TokenSequences:
+        """The texts of `data` in the run's domains, held-out ones among them.
+
+        Raises:
+          ValueError: a file is missing, damaged, or holds ids outside the vocabulary.
+        """
+        texts = load_token_sequences(self.data, vocab_size)
+        return texts.select(np.isin(texts.domain, [DOMAINS.index(name) for name in self.domains]))
+
+    def draft_ids(self) -> np.ndarray | None:
+        """The target ids that a random start drafts from, ascending; None for all.
+
+        Raises:
+          ValueError: `draft_vocabulary` is missing, not asked for, or holds too few ids.
+        """
+        size = self.drafter.draft_vocab_size
+        given = f"draft_vocabulary is {self.draft_vocabulary}"
+        if (size is None) != (self.draft_vocabulary is None):
+            raise ValueError(f"{given} and drafter.draft_vocab_size is {size}; allowed: both or neither")
+        if self.draft_vocabulary is None:
+            return None
+        if not self.draft_vocabulary.is_file():
+            raise ValueError(f"{given}; allowed: an existing .npy file of ids, the most frequent first")
+        ids = np.unique(np.load(self.draft_vocabulary)[:size]).astype(np.int32)
+        if len(ids) != size or ids[-1] >= self.drafter.vocab_size:
+            raise ValueError(f"{given}; allowed: a file whose first {size} entries are different ids below {self.drafter.vocab_size}")
+        return ids
 
 
 MEASURED = ("held_out_steps", "measure_every", "measure_prompts", "measure_tokens")
-FREE = (*MEASURED, "out", "features", "stop_step", "checkpoint_every", "keep", "mesh")
-"""Fields that may change from one start of a run to the next; the others are in `config.json`, with what a cache of features holds."""
+FREE = (*MEASURED, "out", "draft_vocabulary", "features", "stop_step", "checkpoint_every", "keep", "mesh")
+"""Fields that may change from one start of a run to the next. The others are in `config.json`, with what a cache of features and a file of
+draft ids hold."""
 
 
 def as_json(value: Any) -> Any:
@@ -179,7 +220,12 @@ def _configuration(run: TrainRun, given: LoadedDrafter | None) -> dict[str, Any]
     config = {name: value for name, value in as_json(run).items() if name not in FREE}
     if run.features is not None:
         config["features"] = as_json(stored_as(run.features))
-    return config if given is None else config | {"given": drafter_fingerprint(given.drafter, given.params, given.draft_ids)}
+    if given is None:
+        ids = run.draft_ids()
+        return config if ids is None else config | {"draft_ids": hashlib.sha256(ids.tobytes()).hexdigest()}
+    if run.draft_vocabulary is not None:
+        raise ValueError(f"draft_vocabulary is {run.draft_vocabulary}; allowed where a drafter is gone on with: None, it has its own")
+    return config | {"given": drafter_fingerprint(given.drafter, given.params, given.draft_ids)}
 
 
 def _write_once(file: Path, config: Mapping[str, Any]) -> None:
@@ -194,7 +240,7 @@ def train(run: TrainRun, console: Console | None = None, given: LoadedDrafter | 
     """Run to `stop_step`, or until a signal asks to stop, and return the last state.
 
     Args:
-      given: the drafter to go on from, written in the dtype that it came in; None for a DSpark with random parameters.
+      given: the drafter to go on from, written in the dtype that it came in; None for random parameters.
 
     Raises:
       ValueError: the folder holds a run with another configuration, a field of `run` does not fit the data, the target or the devices, or
@@ -209,17 +255,25 @@ def train(run: TrainRun, console: Console | None = None, given: LoadedDrafter | 
     with StopSignals() as signals:
         mesh = run_mesh(run)
         target, target_params = load_target(run.target, mesh=mesh)
-        drafter = DSparkDrafter(run.drafter) if given is None else given.drafter
-        draft_ids = None if given is None or given.draft_ids is None else place(given.draft_ids, replicated(mesh))
-        texts = load_token_sequences(run.data, target.spec.vocab_size)
+        drafter = drafter_from(run.drafter) if given is None else given.drafter
+        ids = run.draft_ids() if given is None else given.draft_ids
+        draft_ids = None if ids is None else place(ids, replicated(mesh))
+        texts = run.texts(target.spec.vocab_size)
         models = _Models(target, target_params, drafter, draft_ids, held_out_texts(texts, run.held_out_sequences))
         share, num_shares = batch_share(mesh, run.batch_size)
         stream = TokenBatches(
-            training_texts(texts), run.batch_size, run.lengths, run.seed, shard_index=share, shard_count=num_shares, packed=run.packed
+            training_texts(texts, run.num_texts),
+            run.batch_size,
+            run.lengths,
+            run.seed,
+            shard_index=share,
+            shard_count=num_shares,
+            packed=run.packed,
         )
         cache = None
         if run.features is not None:
-            cache = open_features(run.features, features_origin(run.target, target, target_params, tuple(drafter.taps)), stream)
+            taps = stored_taps(run.features, tuple(drafter.taps))
+            cache = open_features(run.features, features_origin(run.target, target, target_params, taps), stream)
         # Only a run that can start leaves its configuration behind.
         _write_once(config_file, config)
 

@@ -12,7 +12,6 @@ import jax
 import tyro
 from rich.console import Console
 
-from dspark_jax.data import load_token_sequences
 from dspark_jax.feature_cache import CacheManifest
 from dspark_jax.feature_writer import CacheConfig, write_feature_cache
 from dspark_jax.sharding import make_mesh, start_multi_host
@@ -79,7 +78,7 @@ def write_features(config: WriteFeatureCache, console: Console | None = None) ->
     if not 1 <= config.tensor <= len(local):
         raise ValueError(f"tensor is {config.tensor}; allowed: 1 to {len(local)}, the devices of this host")
     target, target_params = load_target(model, mesh=make_mesh(tensor=config.tensor, devices=local[: config.tensor]))
-    texts = training_texts(load_token_sequences(data, target.spec.vocab_size))
+    texts = training_texts(dataclasses.replace(run, data=data).texts(target.spec.vocab_size), run.num_texts)
     stored = CacheConfig(
         lengths=config.lengths or run.lengths,
         batch_size=config.batch_size,

@@ -187,7 +187,7 @@ def test_the_command_writes_what_a_run_of_its_preset_reads(folder, monkeypatch, 
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (["nothing"], "preset is 'nothing'; known: smollm2_dspark"),
+        (["nothing"], "preset is 'nothing'; known: small_dflash, "),
         (["tiny", "--tensor", "9"], "tensor is 9; allowed: 1 to 8, the devices of this host"),
         (["tiny", "--host", "2", "--num-hosts", "2"], "process_index is 2; allowed: 0 to 1"),
         (["tiny", "--multi-host", "--host", "1"], "num_hosts is 1 and host 1; allowed with multi_host: neither, it finds them out"),

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
+from dspark_jax.anchors import sample_anchors
 from dspark_jax.chain_configs import eagle3_config, eagle3_json
+from dspark_jax.drafters.block_backbone import block_targets
 from dspark_jax.drafters.chain import ChainSteps, attend_chains, chain_targets
 from dspark_jax.drafters.eagle3 import Eagle3Config, Eagle3Drafter, Eagle3Network
 from dspark_jax.layers import attend
@@ -276,6 +278,28 @@ def test_warm_drafts_follow_their_reported_numbers(small):
 # --- what is trained
 
 
+def test_drawn_anchors_are_trained_where_blocks_would_be():
+    """Places (anchor, step) of the chains are those of a block drafter on the same batch, with the same labels and teachers."""
+    rng = np.random.default_rng(0)
+    mask = np.zeros((3, 14), bool)
+    mask[0, [3, 4, 5, 6, 9, 10]], mask[1, 2:], mask[2, 5:9] = True, True, True
+    anchors, keep = sample_anchors(jax.random.key(1), jnp.asarray(mask), 4)
+    drawn = {"anchors": anchors, "keep": keep, "ids": jnp.asarray(rng.integers(0, 31, (3, 14)), jnp.int32)}
+    batch = chain_checks.random_batch(Eagle3Drafter(SMALL), num_rows=3, width=14, loss_mask=jnp.asarray(mask), **drawn)
+    chains, blocks = chain_targets(batch, 3, "drawn_anchors"), block_targets(batch, 3)
+    everything = np.asarray(chain_targets(batch, 3, "answer_blocks").supervised)
+
+    def sites(targets, anchor):
+        kept = np.asarray(targets.supervised)
+        places = np.broadcast_to(np.asarray(anchor)[..., None], kept.shape)[kept]
+        rows, steps = np.argwhere(kept)[:, 0], np.argwhere(kept)[:, 2]
+        return sorted(zip(rows, places, steps, np.asarray(targets.labels)[kept], np.asarray(targets.teacher_position)[kept], strict=True))
+
+    behind = np.broadcast_to(np.arange(1, 15), (3, 14))
+    assert sites(chains, behind) == sites(blocks, anchors)
+    assert 0 < np.asarray(chains.supervised).sum() < everything.sum() and not (np.asarray(chains.supervised) & ~everything).any()
+
+
 def test_answer_blocks_hold_what_decoding_meets():
     """The first round's chain, whose pair holds the last prompt token, is trained; supervision ends with the answer.
 
@@ -310,7 +334,7 @@ def test_answer_blocks_hold_what_decoding_meets():
         ({"num_kv_heads": 3}, r"num_heads is 4; it must be a multiple of num_kv_heads \(3\)"),
         ({"draft_vocab_size": 32}, "draft_vocab_size is 32; it must be in 1..31"),
         ({"step_loss_decay": 0.0}, r"step_loss_decay is 0.0; it must be in \(0, 1\]"),
-        ({"supervision": "all"}, "supervision is 'all'; allowed: answer_blocks, hidden_positions"),
+        ({"supervision": "all"}, "supervision is 'all'; allowed: answer_blocks, drawn_anchors, hidden_positions"),
     ],
 )
 def test_a_drafter_that_cannot_be_is_refused_by_field(changes, complaint):

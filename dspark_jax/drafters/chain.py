@@ -34,8 +34,8 @@ from dspark_jax.layers import (
 from dspark_jax.protocols import TrainBatch, positions_in_texts
 from dspark_jax.typing import Array, Bool, Float, Int, typed
 
-Supervision = Literal["answer_blocks", "hidden_positions"]
-SUPERVISIONS: tuple[Supervision, ...] = ("answer_blocks", "hidden_positions")
+Supervision = Literal["answer_blocks", "drawn_anchors", "hidden_positions"]
+SUPERVISIONS: tuple[Supervision, ...] = ("answer_blocks", "drawn_anchors", "hidden_positions")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -362,6 +362,7 @@ def chain_targets(batch: TrainBatch, block_size: int, supervision: Supervision) 
 
     Its anchor is token i + 1. "answer_blocks" supervises what decoding meets: chains whose anchor is an answer token (the first one
     included: that is the first round, and its pair holds the last prompt token), up to their first label outside the answer.
+    "drawn_anchors" takes of these the chains whose anchor the batch drew: what block drafters learn from, for equal budgets.
     "hidden_positions" is the Eagle3 reference's choice, kept for comparison: place (i, t) counts where position i + t carries loss and is
     not the text's last. It leaves out the first round, and holds the last steps of an inner turn to the header of the next.
 
@@ -371,12 +372,16 @@ def chain_targets(batch: TrainBatch, block_size: int, supervision: Supervision) 
     num_rows, length = batch.ids.shape
     place = jnp.arange(length, dtype=jnp.int32)[:, None] + jnp.arange(block_size, dtype=jnp.int32)
     behind = ((0, 0), (0, block_size + 1))
-    if supervision == "answer_blocks":
+    if supervision != "hidden_positions":
         answer = jnp.pad(batch.loss_mask, behind)
         labelled = answer[:, 1 : length + 1, None] & answer[:, place + 2]
         if batch.segment is not None:
             text = jnp.pad(batch.segment, behind, constant_values=-1)
             labelled = labelled & (text[:, :length, None] == text[:, place + 2])
+        if supervision == "drawn_anchors":
+            rows = jnp.arange(num_rows, dtype=jnp.int32)[:, None]
+            drawn = jnp.zeros((num_rows, length + 1), bool).at[rows, batch.anchors].max(batch.keep)
+            labelled = labelled & drawn[:, 1:, None]
         supervised = jnp.cumprod(labelled.astype(jnp.int32), axis=-1).astype(bool)
     else:
         if batch.length is None:
