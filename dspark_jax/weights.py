@@ -106,7 +106,7 @@ DRAFTERS: Mapping[str, Callable[[Mapping[str, Any], Any], Any]] = {
 }
 """From `config.json` and its path, for messages, to the drafter."""
 
-REFERENCE_DRAFTERS = tuple(name for name in DRAFTERS if "MTP" not in name)
+REFERENCE_DRAFTERS = ("Qwen3DSparkModel", "Gemma4DSparkModel", "Qwen3Eagle3Model", "Gemma4Eagle3Model", "Eagle3DraftModel")
 """Those that the reference has classes for."""
 
 DRAFTER_CONFIGS: Mapping[type, Callable[[Any, Mapping[str, Any]], dict[str, Any]]] = {

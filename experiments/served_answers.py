@@ -1,6 +1,6 @@
 """Answers from the serving engine: as many at a time as it has rows, a new one as soon as one has ended."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import cache
 from typing import Any
 
@@ -51,7 +51,7 @@ def serve_with(
 
 def served(
     engine: Callable[[], Any], asks: Sequence[Ask], stop_ids: tuple[int, ...], top_p: float, rows: int
-) -> Iterator[tuple[int, list[int]]]:
+) -> Generator[tuple[int, list[int]], None, None]:
     """Numbers and new tokens of `asks`, as they end. What was not taken from the iterator is cancelled when it is closed.
 
     Raises:

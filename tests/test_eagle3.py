@@ -284,7 +284,7 @@ def test_drawn_anchors_are_trained_where_blocks_would_be():
     mask = np.zeros((3, 14), bool)
     mask[0, [3, 4, 5, 6, 9, 10]], mask[1, 2:], mask[2, 5:9] = True, True, True
     anchors, keep = sample_anchors(jax.random.key(1), jnp.asarray(mask), 4)
-    drawn = {"anchors": anchors, "keep": keep, "ids": jnp.asarray(rng.integers(0, 31, (3, 14)), jnp.int32)}
+    drawn: Any = {"anchors": anchors, "keep": keep, "ids": jnp.asarray(rng.integers(0, 31, (3, 14)), jnp.int32)}
     batch = chain_checks.random_batch(Eagle3Drafter(SMALL), num_rows=3, width=14, loss_mask=jnp.asarray(mask), **drawn)
     chains, blocks = chain_targets(batch, 3, "drawn_anchors"), block_targets(batch, 3)
     everything = np.asarray(chain_targets(batch, 3, "answer_blocks").supervised)

@@ -1,6 +1,7 @@
 """The engine on a target whose layers keep rings of keys: batches change their rows and slots, and every request keeps its text."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,7 @@ DRAFTER = DSparkDrafter(DSparkConfig(31, 16, 24, 4, 2, 8, 30, (0,), 2, num_layer
 @pytest.mark.parametrize("window", [6, 14])
 def test_rings_move_along_where_the_batch_changes_its_shape(window):
     """[B2] [C2] Rings shorter than either cache; and as long as the small one, shorter than the large one. Texts run round them twice."""
-    kinds = {"full": AttentionKind(2, 8, 1e6), "sliding": AttentionKind(2, 8, 1e4, window=window)}
+    kinds: dict[str, Any] = {"full": AttentionKind(2, 8, 1e6), "sliding": AttentionKind(2, 8, 1e4, window=window)}
     target = GemmaTarget(GemmaConfig(31, 16, 24, num_heads=4, layer_types=(SLIDING, FULL), style=GEMMA3_STYLE, **kinds))
     small = [jax.tree.map(lambda leaf: leaf * jnp.float32(0.3), random_params(model, seed)) for seed, model in enumerate((target, DRAFTER))]
     params = DecodeParams.of(target, *small)
