@@ -9,7 +9,7 @@
 # command again goes on from the newest checkpoint, and so does a run that was preempted (SIGTERM saves before it ends).
 #
 # DSPARK_DIR is where the repository lies on the hosts (default ~/dspark_jax), installed there once with
-#   gcloud compute tpus tpu-vm ssh NAME --zone ZONE --worker all --command 'cd dspark_jax && python3 -m venv .venv && .venv/bin/pip install -e ".[tpu]"'
+#   gcloud compute tpus tpu-vm ssh NAME --zone ZONE --worker all --command 'cd dspark_jax && python3 -m venv .venv && .venv/bin/pip install uv && .venv/bin/uv pip install -e ".[tpu,models,plots,data]"'
 #
 # Elsewhere, start the same command once per host:
 #   SLURM (one task per host):  srun --ntasks-per-node 1 .venv/bin/python -m experiments.run train PRESET --multi-host

@@ -37,6 +37,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 COMPARED = ("throughput", "per_user", "mean_verified", "accepted_length")
 """Figures that a measured load curve has as well."""
 
+ERRORS_SHOWN = ("policy", "concurrency", "throughput_measured", "throughput_simulated", "throughput_error", "per_user_error")
 SHOWN = ("policy", "concurrency", "arrival_rate", *COMPARED, "time_to_first_token_p95")
 
 WARM_UP_SHARE = 0.2
@@ -213,7 +214,7 @@ def run(options: SimulationOptions, console: Console) -> list[dict[str, Any]]:
     if options.validate is not None:
         rows = validation(options, console)
         write_csv(options.out / "validation.csv", rounded(rows))
-        console.print(show(rows, "measured and simulated"))
+        console.print(show(rows, "tokens a second, measured and simulated", ERRORS_SHOWN))
         return rows
     setting = options.made()
     rows = simulate_all(setting, options, console)
