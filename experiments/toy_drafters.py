@@ -28,7 +28,7 @@ from dspark_jax.targets.dense import DenseConfig
 from dspark_jax.train import OptimizerConfig, TrainConfig, init_train_state, require_finite, train_step
 from dspark_jax.typing import Params
 from experiments.toy_rounds import decode_prompts, figures_of
-from experiments.toy_target import PreparedTarget, ToyTarget, prepare_target
+from experiments.toy_target import PreparedTarget, ToyTargetConfig, prepare_target
 from experiments.toy_texts import MASK_ID
 
 WORK = Path("out/toy_suite")
@@ -93,7 +93,7 @@ class ToyCell:
     prompts: int = 48
     timed_prompts: int = 12
     seed: int = 0
-    target: ToyTarget = ToyTarget()
+    target: ToyTargetConfig = ToyTargetConfig()
 
     def __post_init__(self) -> None:
         for name, lowest in (("num_layers", 1), ("block_size", 1), ("steps", 1), ("batch_size", 1), ("prompts", 2), ("timed_prompts", 2)):

@@ -58,7 +58,7 @@ TEMPERATURES = (0.0, 1.0)
 
 
 @dataclasses.dataclass(frozen=True)
-class ToyTarget:
+class ToyTargetConfig:
     """Everything that a toy target and its texts are made from.
 
     Attributes:
@@ -145,7 +145,7 @@ class PreparedTarget:
       report: how it was made: losses and seconds.
     """
 
-    config: ToyTarget
+    config: ToyTargetConfig
     identity: str
     target: DenseTarget
     params: Params
@@ -160,7 +160,7 @@ class PreparedTarget:
         return [texts.tokens[begin : begin + length].tolist() for begin in texts.offsets[:-1]]
 
 
-def prepare_target(config: ToyTarget, folder: Path, console: Console | None = None) -> PreparedTarget:
+def prepare_target(config: ToyTargetConfig, folder: Path, console: Console | None = None) -> PreparedTarget:
     """The target from `folder`, where it was made before, or else made now (about a minute on 2 cores).
 
     Raises:
@@ -177,7 +177,7 @@ def prepare_target(config: ToyTarget, folder: Path, console: Console | None = No
     return PreparedTarget(config, identity, target, params, on_policy, off_policy, read_json(place, REPORT_FILE))
 
 
-def _make(config: ToyTarget, corpus: Corpus, identity: str, place: Path, console: Console) -> None:
+def _make(config: ToyTargetConfig, corpus: Corpus, identity: str, place: Path, console: Console) -> None:
     began = time.perf_counter()
     tokenizer = train_tokenizer(corpus.training, config.vocab_size)
     files, held_out = (encode_files(tokenizer, texts) for texts in (corpus.training, corpus.held_out))
@@ -275,7 +275,7 @@ def _step(target: DenseTarget, config: OptimizerConfig, params: Params, moments:
     return moved, moments, loss
 
 
-def train_target(config: ToyTarget, target: DenseTarget, files: Sequence[Int[np.ndarray, "tokens"]]) -> tuple[Params, list[float]]:
+def train_target(config: ToyTargetConfig, target: DenseTarget, files: Sequence[Int[np.ndarray, "tokens"]]) -> tuple[Params, list[float]]:
     """Parameters after `config.steps` steps on random windows of the files, and the loss of every step."""
     stream = np.concatenate([np.concatenate([file, np.asarray([END_ID], np.int32)]) for file in files])
     if len(stream) <= config.window:

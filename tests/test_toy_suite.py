@@ -21,7 +21,7 @@ from experiments.toy_drafters import RIVALS, ToyCell, draft_vocabulary, drafter_
 from experiments.toy_report import accepted_length, comparison_rows, drafter_rows
 from experiments.toy_rounds import CURVE, DecodedPrompts, figures_of, schedule_gain
 from experiments.toy_suite import ToySuite, report_again, suite_json, write_suite
-from experiments.toy_target import ToyTarget, prepare_target
+from experiments.toy_target import ToyTargetConfig, prepare_target
 from experiments.toy_texts import (
     MASK_ID,
     MASK_TOKEN,
@@ -35,7 +35,7 @@ from experiments.toy_texts import (
     unseen_windows,
 )
 
-TINY_TARGET = ToyTarget(
+TINY_TARGET = ToyTargetConfig(
     vocab_size=400,
     hidden_size=16,
     intermediate_size=32,
@@ -87,7 +87,7 @@ def test_too_few_modules_are_refused(modules):
 
 
 def test_this_python_has_enough_text():
-    corpus = read_corpus(ToyTarget().text_bytes)
+    corpus = read_corpus(ToyTargetConfig().text_bytes)
     assert sum(map(len, corpus.training)) > 2_000_000 and len(corpus.held_out) > 5
     assert not any(MASK_TOKEN in text for text in corpus.training + corpus.held_out)
 
@@ -129,7 +129,7 @@ def test_every_field_of_a_target_tells_it_apart():
     corpus = Corpus((), (), "text")
     own = TINY_TARGET.identity(corpus)
     assert own == dataclasses.replace(TINY_TARGET).identity(corpus)
-    names = [field.name for field in dataclasses.fields(ToyTarget)]
+    names = [field.name for field in dataclasses.fields(ToyTargetConfig)]
     others = {dataclasses.replace(TINY_TARGET, **{name: getattr(TINY_TARGET, name) * 2 or 1}).identity(corpus) for name in names}
     assert len(others) == len(names) and own not in others
     assert TINY_TARGET.identity(Corpus((), (), "other text")) != own
