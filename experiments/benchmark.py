@@ -23,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from dspark_jax.tokenizers import load_tokenizer
 from dspark_jax.weights import load_drafter, load_target
-from experiments.benchmark_decode import Cell, Contender, DecodeSettings, encoder, labelled, mesh_of
+from experiments.benchmark_decode import BenchmarkCell, Contender, DecodeSettings, encoder, labelled, mesh_of
 from experiments.benchmark_records import CELLS, DRAFTERS_FILE, SPEED_FILE, Measured, cells_files
 from experiments.benchmark_report import print_report
 from experiments.benchmark_sets import ChosenSet, choose_sets
@@ -81,7 +81,7 @@ class BenchmarkOptions:
         return self.out / (f"{CELLS}.jsonl" if count == 1 else f"{CELLS}-{number}-of-{count}.jsonl")
 
 
-def cell_settings(cell: Cell, target: str) -> dict[str, Any]:
+def cell_settings(cell: BenchmarkCell, target: str) -> dict[str, Any]:
     """Everything that the tokens of a cell depend on, and so its figures."""
     decoding = dataclasses.asdict(cell.settings)
     # The same tokens come out of any batch.
@@ -101,7 +101,7 @@ def _said(conversation: Any) -> list[str]:
     return [message.content for message in conversation.messages]
 
 
-def measure_cell(cell: Cell, target: str, advance: Callable[[], None] = lambda: None) -> dict[str, Any]:
+def measure_cell(cell: BenchmarkCell, target: str, advance: Callable[[], None] = lambda: None) -> dict[str, Any]:
     """Decode a cell: the record that is kept of it."""
     settings = cell_settings(cell, target)
     begin = time.monotonic()
@@ -123,7 +123,7 @@ def measure_cell(cell: Cell, target: str, advance: Callable[[], None] = lambda: 
     }
 
 
-def measure_cells(cells: Sequence[Cell], options: BenchmarkOptions, console: Console) -> None:
+def measure_cells(cells: Sequence[BenchmarkCell], options: BenchmarkOptions, console: Console) -> None:
     """Every cell that is not there yet, appended when it is done."""
     number, count = parse_shard(options.shard)
     own = cells[number::count]
@@ -208,7 +208,7 @@ def run(options: BenchmarkOptions, console: Console) -> Measured:
             if (described := describe(contender, folders[contender.label], target))["key"] not in known:
                 append_record(options.out / DRAFTERS_FILE, described)
     cells = [
-        Cell(target, tokenizer, contender, chosen, float(temperature), options.decoding, mesh)
+        BenchmarkCell(target, tokenizer, contender, chosen, float(temperature), options.decoding, mesh)
         for chosen in sets
         for temperature in options.temperatures
         for contender in contenders

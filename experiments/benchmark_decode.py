@@ -215,7 +215,7 @@ class _Request:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Cell:
+class BenchmarkCell:
     """A drafter on a set at a temperature.
 
     Attributes:

@@ -20,7 +20,7 @@ from rich.progress import Progress
 
 from dspark_jax.calibration_identity import drafter_fingerprint
 from dspark_jax.data import DOMAINS, TokenSequences, load_token_sequences
-from dspark_jax.evaluate import TextReading, WalkRule, read_texts, walk_texts
+from dspark_jax.evaluate import TextReading, read_texts
 from dspark_jax.weights import LoadedDrafter, load_drafter, load_target
 from experiments.benchmark_decode import labelled
 from experiments.bootstrap import Figure, mean_of, ratio_of_sums
@@ -28,7 +28,7 @@ from experiments.command_line import run_command
 from experiments.presets import SMOLLM2_TEXTS
 from experiments.profile_steps import device_text
 from experiments.record_lines import append_record, key_of, read_records
-from experiments.release_readings import CARD_POOL, cell_rows, one_by_one
+from experiments.release_readings import CARD_POOL, WALKS, cell_rows, one_by_one, walk_answer
 from experiments.result_files import write_csv
 from experiments.result_tables import TextTable, columns, with_interval, write_marked
 from experiments.sweep import commit_id
@@ -38,8 +38,6 @@ READINGS = "readings.jsonl"
 ALL = "all"
 
 PARTS: Mapping[str, int | None] = {"whole answers": None, "first 128 tokens": 128}
-WALKS = {0: 1, 1: 8}
-"""By temperature: walks along each text, at temperature 1 each with uniforms of its own."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,13 +72,9 @@ class HeldOutOptions:
 
 def walked(reading: TextReading, temperature: int, draft_length: int) -> dict[str, dict[str, int]]:
     """Sums over the walks along one text, for each of `PARTS`."""
-    sums = {}
-    for part, first_tokens in PARTS.items():
-        rules = [WalkRule(temperature, draft_length, first_tokens=first_tokens, seed=seed) for seed in range(WALKS[temperature])]
-        totals = [walk_texts([reading], rule) for rule in rules]
-        fields = ("rounds", "emitted", "cut_rounds", "cut_emitted")
-        sums[part] = {field: sum(getattr(total, field) for total in totals) for field in fields}
-    return sums
+    fields = ("rounds", "emitted", "cut_rounds", "cut_emitted")
+    totals = {part: walk_answer(reading, temperature, draft_length, first_tokens) for part, first_tokens in PARTS.items()}
+    return {part: {field: getattr(total, field) for field in fields} for part, total in totals.items()}
 
 
 def read_drafter(

@@ -13,7 +13,7 @@ from rich.progress import track
 
 from dspark_jax.batches import TokenBatch, TokenBatches
 from dspark_jax.data import DOMAINS, TokenSequences
-from dspark_jax.evaluate import TextReading, read_texts
+from dspark_jax.evaluate import TextReading, WalkRule, WalkTotals, read_texts, walk_texts
 from dspark_jax.weights import LoadedDrafter
 
 TEMPERATURE_CLASS = {0: 0, 1: 2}
@@ -24,6 +24,9 @@ CARD_POOL = 128
 
 CONTEXT = 512
 """Texts were cut there; the card counts no round whose drafts and bonus token might lie behind it."""
+
+WALKS = {0: 1, 1: 8}
+"""By temperature: walks along each text, at temperature 1 each with uniforms of its own."""
 
 Cells = dict[tuple[int, int], list[TextReading]]
 """Readings by domain and temperature."""
@@ -55,6 +58,13 @@ def one_by_one(sequences: TokenSequences, rows: np.ndarray) -> Iterator[TokenBat
         yield dataclasses.replace(batch, rows=rows[batch.rows])
         if state["epoch"]:
             return
+
+
+def walk_answer(reading: TextReading, temperature: int, draft_length: int, first_tokens: int | None) -> WalkTotals:
+    """The rounds of all `WALKS` along one answer, or along its first tokens."""
+    rules = [WalkRule(temperature, draft_length, first_tokens=first_tokens, seed=seed) for seed in range(WALKS[temperature])]
+    walks = [walk_texts([reading], rule) for rule in rules]
+    return sum(walks[1:], start=walks[0])
 
 
 def load_reading(path: Path, sizes: Sequence[int]) -> TextReading | None:

@@ -15,13 +15,13 @@ import numpy as np
 from dspark_jax.calibrate import ConstantSurvival
 from dspark_jax.data import DOMAINS, TokenSequences
 from dspark_jax.decode import VERIFIERS, DecodeParams, DecodePlan
-from dspark_jax.evaluate import TextReading, WalkRule, WalkTotals, read_texts, walk_texts
+from dspark_jax.evaluate import WalkTotals, read_texts
 from dspark_jax.schedule import FixedLength
 from dspark_jax.weights import LoadedDrafter, load_drafter, load_target
 from experiments.bootstrap import Figure, mean_of, ratio_of_sums
 from experiments.held_out import KINDS, TEMPERATURES
 from experiments.record_lines import key_of
-from experiments.release_readings import cell_rows, one_by_one
+from experiments.release_readings import cell_rows, one_by_one, walk_answer
 from experiments.sweep import CellStopped, described
 from experiments.train_drafter import TrainRun, train
 from experiments.training_log import read_lines
@@ -29,9 +29,6 @@ from experiments.verifier_gain import heldout_prompts, walk
 
 FREE_PATHS = tuple(f"run.{name}" for name in ("features", "mesh", "checkpoint_every", "keep"))
 """What differs from machine to machine and not in the result."""
-
-WALKS = 8
-"""Walks per answer at temperature 1, each with uniforms of its own."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,13 +103,15 @@ def walked(cell: SmolLM2Cell, target: Any, target_params: Any, loaded: LoadedDra
     The overall figure of a temperature is the mean of its domains'.
     """
     found: dict[str, Any] = {}
+    length = cell.draft_length or cell.run.drafter.block_size
     for name, temperature in TEMPERATURES.items():
         by_domain: dict[str, Figure] = {}
         everything: list[WalkTotals] = []
         for domain in cell.run.domains:
             rows = cell_rows(texts, DOMAINS.index(domain), int(temperature))[: cell.texts_per_cell]
             models = (target, loaded.drafter, target_params, loaded.params)
-            totals = [walk_answer(reading, cell, name) for reading in read_texts(*models, one_by_one(texts, rows), loaded.draft_ids)]
+            readings = read_texts(*models, one_by_one(texts, rows), loaded.draft_ids)
+            totals = [walk_answer(reading, int(temperature), length, cell.first_tokens) for reading in readings]
             emitted, rounds = ([float(getattr(total, what)) for total in totals] for what in ("emitted", "rounds"))
             by_domain[domain] = ratio_of_sums(emitted, rounds, f"{domain} {name}")
             everything += totals
@@ -127,17 +126,6 @@ def walked(cell: SmolLM2Cell, target: Any, target_params: Any, loaded: LoadedDra
             f"conditional_acceptance_{name}": np.round(accepted / np.maximum(reached, 1), 4).tolist(),
         }
     return found
-
-
-def walk_answer(reading: TextReading, cell: SmolLM2Cell, name: str) -> WalkTotals:
-    """The rounds along the beginning of one answer: one walk at temperature 0, `WALKS` at 1."""
-    temperature = int(TEMPERATURES[name])
-    length = cell.draft_length or cell.run.drafter.block_size
-    walks = [
-        walk_texts([reading], WalkRule(temperature, length, first_tokens=cell.first_tokens, seed=seed))
-        for seed in range(WALKS if temperature else 1)
-    ]
-    return sum(walks[1:], start=walks[0])
 
 
 def jointly_verified(cell: SmolLM2Cell, target: Any, target_params: Any, loaded: LoadedDrafter, texts: TokenSequences) -> dict[str, Any]:

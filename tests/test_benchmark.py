@@ -21,7 +21,7 @@ from dspark_jax.targets.toy import ToyTarget
 from dspark_jax.weights import LoadedDrafter, save_drafter
 from experiments import benchmark, benchmark_sets, held_out_report
 from experiments.benchmark import BenchmarkOptions, cell_settings, measure_cells
-from experiments.benchmark_decode import Cell, Contender, DecodeSettings, labelled, mesh_of
+from experiments.benchmark_decode import BenchmarkCell, Contender, DecodeSettings, labelled, mesh_of
 from experiments.benchmark_records import ALL, Measured
 from experiments.benchmark_report import ReportOptions, comparison_rows, main_table, notes, write_report
 from experiments.benchmark_sets import ChosenSet, choose, choose_sets, group_of, in_order, messages_of, read_sets
@@ -196,8 +196,8 @@ def toy_set(name="gsm8k", count=5, turns=1) -> ChosenSet:
     return ChosenSet(name, conversations, tuple([int(word) for word in text.split()] for text in texts), count, 0)
 
 
-def toy_cell(temperature=1.0, settings=SETTINGS, chosen=None, mesh=None, **changes) -> Cell:
-    return Cell(TARGET, TOKENIZER, contender(**changes), chosen or toy_set(), temperature, settings, mesh)
+def toy_cell(temperature=1.0, settings=SETTINGS, chosen=None, mesh=None, **changes) -> BenchmarkCell:
+    return BenchmarkCell(TARGET, TOKENIZER, contender(**changes), chosen or toy_set(), temperature, settings, mesh)
 
 
 @pytest.fixture(scope="module")
@@ -289,7 +289,7 @@ def test_bad_settings_are_refused_with_what_is_allowed():
 
 def test_finished_cells_are_not_decoded_again_and_shards_take_turns(tmp_path, monkeypatch):
     runs = []
-    monkeypatch.setattr(Cell, "decode", lambda self, advance: runs.append((self.contender.label, self.chosen.name)) or [])
+    monkeypatch.setattr(BenchmarkCell, "decode", lambda self, advance: runs.append((self.contender.label, self.chosen.name)) or [])
     cells = [toy_cell(label=label, chosen=toy_set(name)) for name in ("gsm8k", "mbpp") for label in ("one", "two")]
     for shard in ("0/2", "1/2", "0/2"):
         measure_cells(cells, BenchmarkOptions(out=tmp_path, shard=shard), quiet())
