@@ -11,14 +11,15 @@ has the toy scale alone.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dspark_jax.losses import DraftLossConfig
+from experiments.overrides import parsed_overrides
 from experiments.presets import SMALL_PRESETS, SMOLLM2_PRESETS
 from experiments.smollm2_cells import FREE_PATHS, SmolLM2Cell, run_smollm2_cell
-from experiments.sweep import Cell, Changes, Sweep, grid
+from experiments.sweep import Cell, Changes, Sweep, grid, parse_only
 from experiments.toy_drafters import RIVALS, ToyCell, run_toy_cell
 
 MEASURES = ("accepted_length_greedy", "accepted_length_sampled")
@@ -162,4 +163,20 @@ def find_sweep(name: str) -> Sweep:
     return sweeps[name]
 
 
-__all__ = ["find_sweep", "named_sweeps"]
+def chosen_sweep(name: str, settings: Sequence[str] = (), only: Sequence[str] = (), seeds: Sequence[int] = ()) -> Sweep:
+    """A sweep as a command line asks for it: fields changed, cut to some cells, and these repeated with several seeds.
+
+    Args:
+      settings: fields of all cells, "path=value".
+      only: axes and their values, "AXIS=VALUE,VALUE".
+
+    Raises:
+      ValueError: a name, path, axis or value is not allowed.
+    """
+    sweep = find_sweep(name)
+    sweep = sweep.changed(parsed_overrides(sweep.cells[0].config, settings)) if settings else sweep
+    sweep = sweep.only(parse_only(only))
+    return sweep.repeated(seeds) if seeds else sweep
+
+
+__all__ = ["chosen_sweep", "find_sweep", "named_sweeps"]

@@ -120,12 +120,17 @@ def figure_of(records: Sequence[Mapping[str, Any]], drafter: str, domain: str, t
     return ratio_of_sums([text["emitted"] for text in texts], [text["rounds"] for text in texts], domain)
 
 
+def parts_of(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The parts of answers that records have sums of."""
+    return list(dict.fromkeys(name for record in records for name, value in record.items() if isinstance(value, Mapping)))
+
+
 def rows_of(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """A row per drafter, domain, temperature and part; with its ratio to the first drafter's, text by text, behind it."""
     labels = list(dict.fromkeys(record["drafter"] for record in records))
     rows = []
     for drafter in labels:
-        for part in PARTS:
+        for part in parts_of(records):
             for domain in (*DOMAINS, ALL):
                 for temperature in WALKS:
                     figure = figure_of(records, drafter, domain, temperature, part)
@@ -147,7 +152,7 @@ def tables_of(records: Sequence[Mapping[str, Any]]) -> list[TextTable]:
         return figure_of(records, drafter, domain, temperature, part)
 
     lengths, ratios = [], []
-    for part in PARTS:
+    for part in parts_of(records):
         for temperature in WALKS:
             about = f"{part}, temperature {temperature}"
             for drafter in labels:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import tyro
 
 from dspark_jax.sharding import start_multi_host
-from experiments.ablations import find_sweep
+from experiments.ablations import chosen_sweep
 from experiments.add_confidence import AddConfidence, add_confidence
 from experiments.calibration_report import CalibrationSpeed, time_calibration
 from experiments.card_agreement import Agreement, compare_with_card
@@ -99,6 +99,7 @@ def sweep_command(
     out: Path = Path("out/sweeps"),
     shard: str = "0/1",
     seeds: tuple[int, ...] = (),
+    only: tuple[str, ...] = (),
     set: tuple[str, ...] = (),
     here: tuple[str, ...] = (),
 ) -> None:
@@ -108,12 +109,11 @@ def sweep_command(
       out: folder of the records and the trainings.
       shard: place/number of this machine, such as 0/2 and 1/2.
       seeds: run every cell with each of them.
+      only: the cells with these values of an axis alone, such as `drafter=dspark,dflash`.
       set: fields of all cells by path, such as `run.train.optimizer.total_steps=200`; those are other cells then.
       here: fields that hold for this machine and do not change the result, such as `run.features=out/small_features`.
     """
-    chosen = find_sweep(sweep)
-    chosen = chosen.changed(parsed_overrides(chosen.cells[0].config, set)) if set else chosen
-    chosen = chosen.repeated(seeds) if seeds else chosen
+    chosen = chosen_sweep(sweep, set, only, seeds)
     run_sweep(chosen, out, parse_shard(shard), here=parsed_overrides(chosen.cells[0].config, here))
 
 
@@ -122,17 +122,16 @@ def sweep_report_command(
     out: Path = Path("out/sweeps"),
     to: Path | None = None,
     seeds: tuple[int, ...] = (),
+    only: tuple[str, ...] = (),
     set: tuple[str, ...] = (),
 ) -> None:
-    """Table, CSV file and plot of a sweep's finished cells; `seeds` and `set` as they were given to `sweep`.
+    """Table, CSV file and plot of a sweep's finished cells; `seeds`, `only` and `set` as they were given to `sweep`.
 
     Args:
       out: folder of the records.
       to: folder of the CSV file and the plot; `out` where absent.
     """
-    chosen = find_sweep(sweep)
-    chosen = chosen.changed(parsed_overrides(chosen.cells[0].config, set)) if set else chosen
-    report(chosen.repeated(seeds) if seeds else chosen, out, out if to is None else to)
+    report(chosen_sweep(sweep, set, only, seeds), out, out if to is None else to)
 
 
 def add_confidence_command(options: Annotated[AddConfidence, tyro.conf.OmitArgPrefixes]) -> None:

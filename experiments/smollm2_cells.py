@@ -100,20 +100,23 @@ def run_smollm2_cell(cell: SmolLM2Cell, out: Path) -> dict[str, Any]:
 def walked(cell: SmolLM2Cell, target: Any, target_params: Any, loaded: LoadedDrafter, texts: TokenSequences) -> dict[str, Any]:
     """Accepted lengths along held-out answers with their 95 % intervals over answers, and the conditional acceptance by position.
 
-    The overall figure of a temperature is the mean of its domains'.
+    The overall figure of a temperature is the mean of its domains'. `answers_*` has every answer's row, emitted tokens and rounds, in the
+    order in which the intervals draw them: two cells that walked the same answers can be compared answer by answer.
     """
     found: dict[str, Any] = {}
     length = cell.draft_length or cell.run.drafter.block_size
     for name, temperature in TEMPERATURES.items():
         by_domain: dict[str, Figure] = {}
+        answers: dict[str, list[list[float]]] = {}
         everything: list[WalkTotals] = []
         for domain in cell.run.domains:
             rows = cell_rows(texts, DOMAINS.index(domain), int(temperature))[: cell.texts_per_cell]
             models = (target, loaded.drafter, target_params, loaded.params)
-            readings = read_texts(*models, one_by_one(texts, rows), loaded.draft_ids)
+            readings = list(read_texts(*models, one_by_one(texts, rows), loaded.draft_ids))
             totals = [walk_answer(reading, int(temperature), length, cell.first_tokens) for reading in readings]
             emitted, rounds = ([float(getattr(total, what)) for total in totals] for what in ("emitted", "rounds"))
             by_domain[domain] = ratio_of_sums(emitted, rounds, f"{domain} {name}")
+            answers[domain] = [list(each) for each in zip((reading.row for reading in readings), emitted, rounds, strict=True)]
             everything += totals
         reached, accepted = (np.sum([getattr(total, what) for total in everything], axis=0) for what in ("reached", "accepted"))
         overall = mean_of(list(by_domain.values()))
@@ -123,6 +126,7 @@ def walked(cell: SmolLM2Cell, target: Any, target_params: Any, loaded: LoadedDra
             f"domains_{name}": {
                 domain: [round(value, 4) for value in (figure.value, *figure.interval)] for domain, figure in by_domain.items()
             },
+            f"answers_{name}": answers,
             f"conditional_acceptance_{name}": np.round(accepted / np.maximum(reached, 1), 4).tolist(),
         }
     return found

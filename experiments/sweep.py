@@ -15,7 +15,7 @@ import dataclasses
 import itertools
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +99,22 @@ class Sweep:
         cells = tuple(dataclasses.replace(cell, config=overridden(cell.config, changes)) for cell in self.cells)
         return dataclasses.replace(self, cells=cells)
 
+    def only(self, choices: Mapping[str, Collection[str]]) -> "Sweep":
+        """The cells whose values on each of these axes, as text, are among those given.
+
+        Raises:
+          ValueError: there is no such axis, or no cell has such a value of it.
+        """
+        for axis, values in choices.items():
+            known = list(dict.fromkeys(str(cell.axes[axis]) for cell in self.cells if axis in cell.axes))
+            if not known:
+                axes = list(dict.fromkeys(name for cell in self.cells for name in cell.axes))
+                raise ValueError(f"only names {axis}; allowed: {', '.join(axes)}")
+            if unknown := [value for value in values if value not in known]:
+                raise ValueError(f"only names {axis} {', '.join(unknown)}; allowed: {', '.join(known)}")
+        cells = tuple(cell for cell in self.cells if all(str(cell.axes[axis]) in values for axis, values in choices.items()))
+        return dataclasses.replace(self, cells=cells)
+
     def repeated(self, seeds: Sequence[int]) -> "Sweep":
         """Every cell once per seed, the first seed of all cells first."""
         if not seeds or len(set(seeds)) != len(seeds):
@@ -136,6 +152,21 @@ def parse_shard(text: str) -> tuple[int, int]:
     if not (slash and place.isdecimal() and count.isdecimal() and int(place) < int(count)):
         raise ValueError(f"shard is {text!r}; allowed: place/number, such as 0/2 or 1/2")
     return int(place), int(count)
+
+
+def parse_only(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Choices of `Sweep.only` from "AXIS=VALUE,VALUE"; a value that has a comma in it can't be chosen so.
+
+    Raises:
+      ValueError: a text is no such choice, or an axis is there twice.
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    for text in texts:
+        axis, _, values = text.partition("=")
+        if not axis or not values or axis in found:
+            raise ValueError(f"only is {text!r}; allowed: AXIS=VALUE,VALUE, such as drafter=dspark,dflash, each axis once")
+        found[axis] = tuple(values.split(","))
+    return found
 
 
 def shard_of(cells: Sequence[Cell], place: int, count: int) -> tuple[Cell, ...]:
@@ -216,6 +247,7 @@ __all__ = [
     "described",
     "finished_cells",
     "grid",
+    "parse_only",
     "parse_shard",
     "records_file",
     "run_sweep",

@@ -1,6 +1,7 @@
 """Cells that train and measure, on a tiny target: a training is shared, an interrupted one is gone on with, figures are of the drafter."""
 
 import dataclasses
+import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -53,6 +54,10 @@ def test_a_cell_trains_and_says_what_its_drafter_is_worth(folder, monkeypatch):
         assert 1.0 <= low <= found[f"accepted_length_{name}"] <= high <= 4.0
         assert set(found[f"domains_{name}"]) == {"maths", "code", "chat"}
         assert len(found[f"conditional_acceptance_{name}"]) == 3
+        for domain, answers in json.loads(json.dumps(found[f"answers_{name}"])).items():
+            assert len({row for row, _, _ in answers}) == 2
+            emitted, rounds = (sum(answer[place] for answer in answers) for place in (1, 2))
+            assert found[f"domains_{name}"][domain][0] == pytest.approx(emitted / rounds, abs=1e-4)
         assert [step for step, _ in found["estimates"][name]] == [3]
     assert (folder / "out" / found["drafter"] / "model.safetensors").is_file()
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from experiments import sweep as sweeps
 from experiments.ablations import find_sweep, named_sweeps
 from experiments.smollm2_cells import training_folder
-from experiments.sweep import Cell, CellStopped, Sweep, described, finished_cells, grid, parse_shard, run_sweep, shard_of
+from experiments.sweep import Cell, CellStopped, Sweep, described, finished_cells, grid, parse_only, parse_shard, run_sweep, shard_of
 from experiments.sweep_report import report, rows_of
 
 
@@ -177,6 +177,22 @@ def test_a_sweep_is_changed_and_repeated_as_a_whole():
         changed.changed({"layers": 4})
     with pytest.raises(ValueError, match=r"seeds is \(1, 1\); allowed: one or more different integers"):
         changed.repeated((1, 1))
+
+
+def test_a_sweep_is_cut_to_some_values_of_its_axes():
+    sweep = sweep_of(Runner())
+    assert len(sweep.only({}).cells) == 6
+    chosen = sweep.only(parse_only(["layers=1,3", "loss=ce"]))
+    assert [dict(cell.axes) for cell in chosen.cells] == [{"layers": 1, "loss": "ce"}, {"layers": 3, "loss": "ce"}]
+    assert [cell.key for cell in chosen.cells] == [sweep.cells[1].key, sweep.cells[5].key]
+    for texts, message in (
+        (["depth=1"], "only names depth; allowed: layers, loss"),
+        (["layers=1,4"], "only names layers 4; allowed: 1, 2, 3"),
+        (["layers"], "only is 'layers'; allowed: AXIS=VALUE,VALUE"),
+        (["layers=1", "layers=2"], "each axis once"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            sweep.only(parse_only(texts))
 
 
 def test_a_report_takes_the_mean_over_seeds_and_names_their_range(tmp_path):
