@@ -27,6 +27,7 @@ MEASURES = ("accepted_length_greedy", "accepted_length_sampled")
 
 DEPTHS = (1, 2, 3, 4, 5)
 LENGTHS = (4, 6, 8, 12, 16)
+BUDGETS = (50, 100, 200, 400, 800)
 HEADS = ("vanilla", "rnn", "gated", "none")
 DECAYS: Mapping[str, float | None] = {"4": 4.0, "7": 7.0, "none": None}
 LOSSES = {
@@ -39,10 +40,17 @@ LOSSES = {
 
 
 def run_toy(cell: ToyCell, out: Path) -> dict[str, Any]:
-    """`run_toy_cell` with the accepted lengths where reports look for them."""
+    """`run_toy_cell` with the accepted lengths, and what was emitted for every prompt, where reports look for them."""
     record = run_toy_cell(cell, out / "toy")
-    lengths = {name: record["temperatures"][place]["accepted_length"]["value"] for name, place in zip(MEASURES, ("0", "1"), strict=True)}
-    return lengths | record
+    found: dict[str, Any] = {}
+    for name, place in zip(MEASURES, ("0", "1"), strict=True):
+        measured = record["temperatures"][place]
+        prompts = zip(range(len(measured["rounds"])), measured["emitted"], measured["rounds"], strict=True)
+        found |= {
+            name: measured["accepted_length"]["value"],
+            name.replace("accepted_length", "answers"): {"prompts": [list(prompt) for prompt in prompts]},
+        }
+    return found | record
 
 
 def _toy(name: str, about: str, axes: Mapping[str, Mapping[Any, Changes]]) -> Sweep:
@@ -54,6 +62,11 @@ def toy_sweeps() -> dict[str, Sweep]:
     no_heads: Changes = {"markov_rank": 0}
     heads = {head: no_heads if head == "none" else {"markov_head_type": head} for head in HEADS}
     kinds: Mapping[str, Changes] = {"dspark": {}, "dflash": {"drafter": "dflash"}}
+    trained: Mapping[str, Changes] = {
+        "dspark": {},
+        "dflash_full_loss": {"drafter": "dflash", "loss": RIVALS["dflash_full_loss"].loss},
+        "eagle3": {"drafter": "eagle3"},
+    }
     verifiers = {verifier: {"verifier": verifier} for verifier in ("token", "block")}
     losses = {name: {"loss": loss} for name, loss in LOSSES.items()}
     detached = {name: {"detach_confidence": on} for name, on in (("no", False), ("yes", True))}
@@ -70,6 +83,7 @@ def toy_sweeps() -> dict[str, Sweep]:
         _toy("texts", "texts of the target or of others", {"texts": {name: {"texts": name} for name in ("on_policy", "off_policy")}}),
         _toy("vocabulary", "tokens that can be drafted", {"tokens": {str(n): {"draft_vocab_size": n} for n in (256, 512, None)}}),
         _toy("verification", "drafts judged one by one or jointly", {"drafter": kinds, "verifier": verifiers}),
+        _toy("budget", "optimizer steps, and who leads when", {"drafter": trained, "steps": {n: {"steps": n} for n in BUDGETS}}),
     )
     cells = tuple(Cell({"drafter": name}, cell) for name, cell in RIVALS.items())
     rivals = Sweep("toy_rivals", "all drafters at equal budgets", cells, run_toy, MEASURES)

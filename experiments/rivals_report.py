@@ -103,7 +103,7 @@ def report(options: RivalsOptions, console: Console) -> list[dict[str, Any]]:
     records = [record for record in finished_cells(sweep, options.records) if "result" in record]
     if not records:
         raise ValueError(f"records is {options.records}; a folder with finished cells of {sweep.name} is needed: run the sweep first")
-    if any("answers_greedy" not in record["result"] for record in records):
+    if any("first_tokens" not in record["config"] for record in records):
         raise ValueError(f"sweep is {sweep.name}; allowed are sweeps on SmolLM2, whose cells keep what they emitted on every answer")
     readings = readings_of(records)
     tables = [budget_table(records), *tables_of(readings)]

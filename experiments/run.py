@@ -124,14 +124,16 @@ def sweep_report_command(
     seeds: tuple[int, ...] = (),
     only: tuple[str, ...] = (),
     set: tuple[str, ...] = (),
+    page: Path | None = None,
 ) -> None:
     """Table, CSV file and plot of a sweep's finished cells; `seeds`, `only` and `set` as they were given to `sweep`.
 
     Args:
       out: folder of the records.
       to: folder of the CSV file and the plot; `out` where absent.
+      page: file with the markers `<!-- SWEEP -->`, between which the table is put.
     """
-    report(chosen_sweep(sweep, set, only, seeds), out, out if to is None else to)
+    report(chosen_sweep(sweep, set, only, seeds), out, out if to is None else to, page=page)
 
 
 def add_confidence_command(options: Annotated[AddConfidence, tyro.conf.OmitArgPrefixes]) -> None:

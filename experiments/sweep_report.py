@@ -1,4 +1,9 @@
-"""What the finished cells of a sweep say: a table, a CSV file and a plot; the mean over seeds, with the range of the seeds beside it."""
+"""What the finished cells of a sweep say: a table, a CSV file and a plot; the mean over seeds, with the range of the seeds beside it.
+
+Where cells keep what was emitted on every answer or prompt, accepted lengths have 95 % intervals over these, and so have their ratios to
+the sweep's first row, answer by answer. With several seeds an answer counts with what all of them emitted on it: intervals are of answers,
+the range is of seeds.
+"""
 
 import itertools
 import statistics
@@ -7,54 +12,102 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
+from experiments.bootstrap import Figure, mean_of, ratio_of_sums
 from experiments.result_files import save_figure, write_csv
+from experiments.result_tables import TextTable, write_marked
 from experiments.sweep import SEED, Sweep, finished_cells
 
 MARKS = ("o", "s", "^", "D", "v", "P", "X", "*")
 
 
+def figure_of(results: Sequence[Mapping[str, Any]], measure: str) -> Figure | None:
+    """An accepted length over the answers that cells of several seeds walked or decoded, each domain with the same weight.
+
+    None where the cells do not keep them: `answers_*` beside `accepted_length_*`, by domain lists of [answer, emitted, rounds].
+    """
+    kept = [result[name] for result in results if (name := measure.replace("accepted_length", "answers")) != measure and name in result]
+    figures = []
+    for domain in kept[0] if kept else ():
+        sums: dict[Any, list[float]] = {}
+        for answers in kept:
+            for answer, emitted, rounds in answers[domain]:
+                total = sums.setdefault(answer, [0.0, 0.0])
+                total[0] += emitted
+                total[1] += rounds
+        above, below = zip(*(sums[answer] for answer in sorted(sums)), strict=True)
+        figures.append(ratio_of_sums(above, below, domain))
+    return mean_of(figures) if figures else None
+
+
 def rows_of(records: Sequence[Mapping[str, Any]], measures: Sequence[str]) -> list[dict[str, Any]]:
     """A row per combination of axes but the seed: every measure's mean, lowest and highest, and how many seeds there are.
 
-    Cells that failed, and figures that a cell does not have, are left out.
+    Behind them, where the cells keep their answers, the interval over these and the ratio to the first row with its own. Cells that
+    failed, and figures that a cell does not have, are left out.
     """
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for record in records:
         axes = {name: value for name, value in record["axes"].items() if name != SEED}
         groups.setdefault(tuple(axes.items()), []).append(record.get("result", {}))
+    figures = {measure: [figure_of(results, measure) for results in groups.values()] for measure in measures}
     rows = []
-    for axes, results in groups.items():
+    for place, (axes, results) in enumerate(groups.items()):
         row: dict[str, Any] = dict(axes) | {"seeds": len(results)}
         for measure in measures:
             values = [result[measure] for result in results if result.get(measure) is not None]
             for name, of in (("", statistics.fmean), ("_low", min), ("_high", max)):
                 row[measure + name] = of(values) if values else None
+            if any(figures[measure]):
+                figure, first = figures[measure][place], figures[measure][0]
+                ratio = figure.over(first) if place and figure and first and figure.units == first.units else None
+                row |= _ends(figure, f"{measure}_interval") | {f"{measure}_over_first": ratio and ratio.value}
+                row |= _ends(ratio, f"{measure}_over_first")
         rows.append(row)
     return rows
 
 
-def report(sweep: Sweep, out: Path, to: Path, console: Console | None = None) -> list[dict[str, Any]]:
+def _ends(figure: Figure | None, name: str) -> dict[str, float | None]:
+    low, high = (None, None) if figure is None else figure.interval
+    return {f"{name}_low": low, f"{name}_high": high}
+
+
+def table_of(sweep: Sweep, rows: Sequence[Mapping[str, Any]]) -> TextTable:
+    """The rows as texts: a mean with its interval in brackets, or where there is none with the range of the seeds."""
+    axes = [name for name in sweep.cells[0].axes if name != SEED]
+    header, lines = [*axes, "seeds"], [[str(row[name]) for name in (*axes, "seeds")] for row in rows]
+    for measure in sweep.measures:
+        paired = any(f"{measure}_over_first" in row for row in rows)
+        header += [measure.replace("_", " ")] + (["over the first row"] if paired else [])
+        for line, row in zip(lines, rows, strict=True):
+            line.append(_shown(row, measure))
+            if paired:
+                line.append(_bracketed(row, f"{measure}_over_first", f"{measure}_over_first"))
+    return TextTable(f"{sweep.name}: {sweep.about}", tuple(header), tuple(map(tuple, lines)))
+
+
+def report(sweep: Sweep, out: Path, to: Path, console: Console | None = None, page: Path | None = None) -> list[dict[str, Any]]:
     """Show the table of a sweep, and write it and its plot as `to/NAME.csv` and `to/NAME.png`.
 
+    Args:
+      page: file with the markers `<!-- NAME -->`, between which the table is put; None for no page.
+
     Raises:
-      ValueError: no cell is finished.
+      ValueError: no cell is finished, or the page has not its markers.
     """
     console = console or Console()
     records = finished_cells(sweep, out)
     if not records:
         raise ValueError(f"out is {out}; a folder with finished cells of {sweep.name} is needed: run the sweep first")
-    rows = rows_of(records, sweep.measures)
-    axes = [name for name in sweep.cells[0].axes if name != SEED]
-    table = Table(title=f"{sweep.name}: {sweep.about}", caption=f"{len(records)} of {len(sweep.cells)} cells finished")
-    for name in (*axes, "seeds", *sweep.measures):
-        table.add_column(name, justify="left" if name in axes else "right")
-    for row in rows:
-        table.add_row(*(str(row[name]) for name in (*axes, "seeds")), *(_shown(row, measure) for measure in sweep.measures))
-    console.print(table)
+    rows, finished = rows_of(records, sweep.measures), f"{len(records)} of {len(sweep.cells)} cells finished"
+    table = table_of(sweep, rows)
+    console.print(table.rich())
+    console.print(finished, highlight=False)
     write_csv(to / f"{sweep.name}.csv", [{name: _short(value) for name, value in row.items()} for row in rows])
-    _plot(sweep, axes, rows, to / f"{sweep.name}.png")
+    _plot(sweep, [name for name in sweep.cells[0].axes if name != SEED], rows, to / f"{sweep.name}.png")
+    if page is not None:
+        devices = " / ".join(sorted({record["device"] for record in records}))
+        write_marked(page, sweep.name, f"{table.markdown()}\n\n{finished}; {devices}.")
     return rows
 
 
@@ -62,7 +115,16 @@ def _short(value: Any) -> Any:
     return f"{value:.6g}" if isinstance(value, float) else value
 
 
+def _bracketed(row: Mapping[str, Any], name: str, ends: str) -> str:
+    """A number of a row with two others in brackets; a dash where it is missing."""
+    if row.get(name) is None:
+        return "-"
+    return f"{row[name]:.2f} ({row[f'{ends}_low']:.2f} to {row[f'{ends}_high']:.2f})"
+
+
 def _shown(row: Mapping[str, Any], measure: str) -> str:
+    if row.get(f"{measure}_interval_low") is not None:
+        return _bracketed(row, measure, f"{measure}_interval")
     if row[measure] is None:
         return "-"
     text = f"{row[measure]:.4g}"
@@ -90,7 +152,10 @@ def _plot(sweep: Sweep, axes: Sequence[str], rows: Sequence[Mapping[str, Any]], 
         lines = {name: [row for row in known if line_of(row) == name] for name in dict.fromkeys(map(line_of, known))}
         for (name, line), mark in zip(lines.items(), itertools.cycle(MARKS)):
             means = [row[measure] for row in line]
-            ends = [[row[measure] - row[f"{measure}_low"] for row in line], [row[f"{measure}_high"] - row[measure] for row in line]]
+            bars = [measure if row.get(f"{measure}_interval_low") is None else f"{measure}_interval" for row in line]
+            # The mean over seeds may lie outside of an interval that is about all of their answers at once.
+            below = [max(0.0, row[measure] - row[f"{bar}_low"]) for row, bar in zip(line, bars, strict=True)]
+            ends = [below, [max(0.0, row[f"{bar}_high"] - row[measure]) for row, bar in zip(line, bars, strict=True)]]
             style = "-" if numeric else ""
             panel.errorbar([place[row[axis]] for row in line], means, yerr=ends, fmt=mark + style, capsize=3, label=", ".join(name))
         panel.set(xlabel=axis.replace("_", " "), ylabel=measure.replace("_", " "))
@@ -102,4 +167,4 @@ def _plot(sweep: Sweep, axes: Sequence[str], rows: Sequence[Mapping[str, Any]], 
     pyplot.close(figure)
 
 
-__all__ = ["report", "rows_of"]
+__all__ = ["figure_of", "report", "rows_of", "table_of"]

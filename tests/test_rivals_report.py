@@ -65,7 +65,10 @@ def test_what_is_no_record_of_answers_is_refused(tmp_path):
     with pytest.raises(ValueError, match="with finished cells of small_rivals is needed"):
         report(RivalsOptions(records=tmp_path), quiet())
     toy = find_sweep("toy_depth")
-    append_record(records_file(tmp_path, toy.name, 0, 1), {"key": toy.cells[0].key, "axes": {}, "result": {"accepted_length_greedy": 2.0}})
+    append_record(
+        records_file(tmp_path, toy.name, 0, 1),
+        {"key": toy.cells[0].key, "axes": {}, "config": {}, "result": {"accepted_length_greedy": 2.0}},
+    )
     with pytest.raises(ValueError, match="sweep is toy_depth; allowed are sweeps on SmolLM2"):
         report(RivalsOptions(sweep="toy_depth", records=tmp_path), quiet())
 

@@ -213,6 +213,38 @@ def test_a_report_takes_the_mean_over_seeds_and_names_their_range(tmp_path):
     ]
 
 
+class AnswerRunner(Runner):
+    """Accepted lengths of four prompts in 10 rounds each: 2 with one layer, half a token more with every other one, a tenth with a seed."""
+
+    def __call__(self, setting: Setting, out: Path) -> dict[str, Any]:
+        super().__call__(setting, out)
+        length = 1.5 + setting.layers / 2 + setting.seed / 10
+        answers = {"prompts": [[place, 10 * length + (place - 1.5) * 4, 10] for place in range(4)]}
+        return {"accepted_length_greedy": length, "answers_greedy": answers}
+
+
+def test_a_report_compares_cells_answer_by_answer(tmp_path):
+    pytest.importorskip("matplotlib", reason="needs the package matplotlib (extra `plots`)")
+    axes = {"layers": AXES["layers"]}
+    seeded = sweep_of(AnswerRunner(), cells=grid(Setting(), axes), measures=("accepted_length_greedy",)).repeated((0, 1))
+    run_sweep(seeded, tmp_path, console=QUIET)
+    page = tmp_path / "page.md"
+    page.write_text("<!-- toy -->\n<!-- /toy -->\n")
+    one, two, three = report(seeded, tmp_path, tmp_path, QUIET, page)
+    assert one["accepted_length_greedy"] == pytest.approx(2.05) and one["accepted_length_greedy_over_first"] is None
+    assert (one["accepted_length_greedy_low"], one["accepted_length_greedy_high"]) == pytest.approx((2.0, 2.1)), "the range of the seeds"
+    assert one["accepted_length_greedy_interval_low"] < 2.0 < 2.1 < one["accepted_length_greedy_interval_high"], "over prompts"
+    for row, length in ((two, 2.55), (three, 3.05)):
+        ends = [row[f"accepted_length_greedy_over_first{end}"] for end in ("_low", "", "_high")]
+        assert ends[1] == pytest.approx(length / 2.05) and ends[0] < ends[1] < ends[2]
+        assert ends[0] > 1, "the same prompts are easy for both, so that the ratio is surer than either length"
+    shown = page.read_text()
+    assert "| 2 | 2 | 2.55 (" in shown and "over the first row" in shown and "6 of 6 cells finished; an abacus." in shown
+    page.write_text("a page without markers")
+    with pytest.raises(ValueError, match="page.md has 0 parts between <!-- toy -->"):
+        report(seeded, tmp_path, tmp_path, QUIET, page)
+
+
 def test_commit_and_device_of_this_machine(monkeypatch):
     monkeypatch.undo()
     commit = sweeps.commit_id()
@@ -226,7 +258,7 @@ def test_named_sweeps_are_at_three_scales_and_every_cell_of_them_can_be_built():
     names = set(named_sweeps())
     asked = {"rivals", "depth", "proposal", "loss", "decay", "taps", "rank", "detach", "vocabulary", "verification"}
     assert {f"{scale}_{name}" for scale in ("toy", "small", "smollm2") for name in asked} <= names
-    assert "toy_texts" in names
+    assert {"toy_texts", "toy_budget"} <= names
     with pytest.raises(ValueError, match=r"sweep is 'nothing'; known: small_chains, small_decay, .*toy_vocabulary$"):
         find_sweep("nothing")
 
