@@ -118,7 +118,7 @@ def smollm2_mtp() -> TrainRun:
 
 
 def small(run: TrainRun) -> TrainRun:
-    """A run of the same drafter for CPUs: 1,200 texts cut to 256 tokens, 8,192 tokens to draft, 800 steps of 4 texts x 32 anchors.
+    """A run of the same drafter for CPUs: 1,200 texts cut to 256 tokens, 8,192 tokens to draft, 800 steps of 2 texts x 32 anchors.
 
     At small budgets steps teach more than anchors do, so that batches are small. Held-out texts are read at the end alone, which takes as
     long there as 50 steps. With the target's features stored once for all
@@ -140,7 +140,7 @@ def small(run: TrainRun) -> TrainRun:
         ),
         out=run.out.with_name(run.out.name.replace("smollm2", "small")),
         num_texts=1200,
-        batch_size=4,
+        batch_size=2,
         lengths=(256,),
         held_out_steps=(),
         held_out_sequences=48,

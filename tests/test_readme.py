@@ -17,7 +17,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 @needs_smollm2
 @pytest.mark.slow
 def test_the_python_of_the_readme_answers_a_question():
-    decoded, scheduled, served, _ = BLOCKS
+    decoded, scheduled, served = BLOCKS
     out = subprocess.run([sys.executable, "-c", decoded + scheduled + served], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     answered, rest = out.split("verified per round")
     assert "42" in answered and float(answered.rsplit("accepted length", 1)[1]) >= 1.0
@@ -27,10 +27,14 @@ def test_the_python_of_the_readme_answers_a_question():
     assert "42" in first and second.strip() and float(rate.split()[0]) >= 1.0
 
 
-def test_the_kernels_of_the_readme_run(capsys):
-    exec(BLOCKS[3], {})  # Nothing is imported that this process does not have.
-    accepted, following = re.findall(r"\[([\d ]+)\]", capsys.readouterr().out)
-    assert len(accepted.split()) == len(following.split()) == 4
+def test_the_readme_is_read_in_five_minutes():
+    """At 250 words a minute, code aside."""
+    assert len(re.sub(r"```.*?```", "", README, flags=re.DOTALL).split()) <= 1250
+
+
+def test_links_of_the_readme_lead_somewhere():
+    for link in re.findall(r"\]\(([^)#]+)\)", README):
+        assert (ROOT / link).exists(), link
 
 
 def test_no_placeholder_is_left_in_the_readme():
