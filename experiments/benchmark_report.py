@@ -37,12 +37,14 @@ class ReportOptions:
       pairs: comparisons of the page, "LABEL/LABEL"; the first drafter over each of the others where empty. All are in `comparisons.csv`.
       csv: file of the main results.
       page: file with the markers `<!-- benchmark -->`; None: no page.
+      also: folders of other measurements, on other sets or of other drafters, whose rows stand in `csv` too.
     """
 
     measured: Path = Path("experiments/results/benchmark")
     pairs: tuple[str, ...] = ()
     csv: Path = Path("experiments/results/results.csv")
     page: Path | None = Path("experiments/results/results.md")
+    also: tuple[Path, ...] = ()
 
 
 def main_table(measured: Measured, temperature: float) -> TextTable:
@@ -162,7 +164,7 @@ def set_rows(measured: Measured) -> list[dict[str, Any]]:
 
 
 def result_rows(measured: Measured) -> list[dict[str, Any]]:
-    """The main results: a row per drafter, domain and temperature."""
+    """The main results: a row per drafter, domain and temperature, with the number of sets that the figures are of."""
     rows = []
     for drafter, what in measured.drafters.items():
         for domain in measured.domains:
@@ -173,6 +175,7 @@ def result_rows(measured: Measured) -> list[dict[str, Any]]:
                         "drafter": drafter,
                         "domain": domain,
                         "temperature": temperature,
+                        "sets": sum(group_of(name) in GROUPS and domain in (ALL, group_of(name)) for name in measured.sets),
                         **columns(measured.accepted_length(drafter, domain, temperature), "accepted_length"),
                         **measured.rounds(drafter, domain, temperature),
                         "parameters": what.get("parameters", ""),
@@ -246,7 +249,7 @@ def write_report(options: ReportOptions, console: Console) -> Measured:
       ValueError: nothing was measured, or the page has not its markers.
     """
     measured = print_report(options.measured, console, options.pairs)
-    write_csv(options.csv, result_rows(measured))
+    write_csv(options.csv, [row for each in (measured, *map(Measured.read, options.also)) for row in result_rows(each)])
     write_csv(options.measured / "sets.csv", set_rows(measured))
     write_csv(options.measured / "acceptance.csv", acceptance_rows(measured))
     plot_acceptance(measured, options.measured / "acceptance.png")
