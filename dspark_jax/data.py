@@ -206,6 +206,14 @@ def _check_range(where: str, field: str, values: np.ndarray, low: int | np.ndarr
 
 
 @typed
+def most_frequent_ids(sequences: TokenSequences, count: int, vocab_size: int) -> Int[np.ndarray, "count"]:
+    """The `count` ids that stand most often in the texts, prompts included, ascending; of equally frequent ones the lowest."""
+    if not 1 <= count <= vocab_size:
+        raise ValueError(f"count is {count}; allowed: 1 to vocab_size {vocab_size}")
+    occurrences = np.bincount(sequences.tokens, minlength=vocab_size)
+    return np.sort(np.argsort(-occurrences, kind="stable")[:count]).astype(np.int32)
+
+
 def load_token_sequences(paths: str | Path | Sequence[str | Path], vocab_size: int = 2**32) -> TokenSequences:
     """The sequences of one or several .npz files, one file after another, every field of every file checked.
 

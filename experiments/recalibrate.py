@@ -13,7 +13,7 @@ from dspark_jax.calibration_identity import drafter_fingerprint
 from dspark_jax.model_files import read_json
 from dspark_jax.weights import SURVIVAL_FILE, LoadedDrafter, load_drafter
 from experiments.release_card import model_card
-from experiments.release_drafter import CARD_FILE, ReleaseFiles, calibrate, cut_drafter, stored_survival, write_results
+from experiments.release_drafter import CARD_FILE, ReleaseFiles, calibrate, cut_drafter, say_choices, stored_survival, write_results
 from experiments.release_readings import TEMPERATURE_CLASS, Readings
 from experiments.result_files import write_json
 
@@ -50,11 +50,6 @@ def recalibrate(files: ReleaseFiles, console: Console | None = None) -> dict[str
     unfinished.write_text(card, encoding="utf-8")
     unfinished.replace(files.asset / CARD_FILE)
     write_results(files, results, calibrations, survival)
-    for temperature, each in calibrations.items():
-        scores = each.choice.scores
-        briers = ", ".join(f"{name} {scores[name].mean_brier.value[0]:.4f}" for name in scores)
-        console.print(f"temperature {temperature}: {each.choice.name} is kept; Brier scores: {briers}")
-        if each.choice.name == "constant":
-            console.print(f"temperature {temperature}: no use of the confidence beats a constant, which is stored", style="yellow")
+    say_choices(calibrations, console)
     console.print(f"wrote {files.asset / SURVIVAL_FILE}, {files.results} and {files.calibration}")
     return survival

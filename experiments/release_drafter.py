@@ -272,6 +272,16 @@ def stored_survival(calibrations: Mapping[int, Calibration], fingerprint: str) -
     return {**survival_to_dict(model, CalibratorIdentity(fingerprint, at)), "continuation": usual}
 
 
+def say_choices(calibrations: Mapping[int, Calibration], console: Console) -> None:
+    """The kept model of every temperature and the Brier scores of all, for the terminal."""
+    for temperature, each in calibrations.items():
+        scores = each.choice.scores
+        briers = ", ".join(f"{name} {scores[name].mean_brier.value[0]:.4f}" for name in scores)
+        console.print(f"temperature {temperature}: {each.choice.name} is kept; Brier scores: {briers}")
+        if each.choice.name == "constant":
+            console.print(f"temperature {temperature}: no use of the confidence beats a constant, which is stored", style="yellow")
+
+
 def write_results(
     files: ReleaseFiles, results: Mapping[str, Any], calibrations: Mapping[int, Calibration], survival: Mapping[str, Any]
 ) -> None:

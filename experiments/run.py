@@ -10,6 +10,7 @@ import tyro
 from dspark_jax.sharding import start_multi_host
 from experiments.ablations import chosen_sweep
 from experiments.add_confidence import AddConfidence, add_confidence
+from experiments.calibrate_drafter import CalibrateDrafter, calibrate_drafter
 from experiments.calibration_report import CalibrationSpeed, time_calibration
 from experiments.card_agreement import Agreement, compare_with_card
 from experiments.convert import export_model, import_model
@@ -146,6 +147,11 @@ def release_command(release: Annotated[Release, tyro.conf.OmitArgPrefixes]) -> N
     release_drafter(release)
 
 
+def calibrate_command(options: Annotated[CalibrateDrafter, tyro.conf.OmitArgPrefixes]) -> None:
+    """Fit the survival of a drafter's drafts on held-out answers and store it beside the weights, which stay as they are."""
+    calibrate_drafter(options)
+
+
 def recalibrate_command(files: Annotated[ReleaseFiles, tyro.conf.OmitArgPrefixes]) -> None:
     """Fit the released drafter's calibration anew and choose it on held-out answers; the weights stay as they are."""
     recalibrate(files)
@@ -196,6 +202,7 @@ def main() -> int:
         "plot": plot_command,
         "agreement": agreement_command,
         "release": release_command,
+        "calibrate": calibrate_command,
         "recalibrate": recalibrate_command,
         "calibration-speed": calibration_speed_command,
         "import": import_command,

@@ -17,7 +17,7 @@ import numpy as np
 from rich.console import Console
 
 from dspark_jax.batches import TokenBatches
-from dspark_jax.data import TokenSequences
+from dspark_jax.data import TokenSequences, most_frequent_ids
 from dspark_jax.drafters.dflash import DFlashConfig
 from dspark_jax.drafters.dspark import DSparkConfig
 from dspark_jax.drafters.eagle3 import Eagle3Config
@@ -198,8 +198,7 @@ def draft_vocabulary(cell: ToyCell, texts: TokenSequences) -> jax.Array | None:
     """The most frequent ids of the texts, ascending; None where all can be drafted."""
     if cell.draft_vocab_size is None:
         return None
-    counts = np.bincount(texts.tokens, minlength=cell.target.vocab_size)
-    return jnp.asarray(np.sort(np.argsort(-counts, kind="stable")[: cell.draft_vocab_size]), jnp.int32)
+    return jnp.asarray(most_frequent_ids(texts, cell.draft_vocab_size, cell.target.vocab_size))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -26,7 +26,7 @@ from rich.console import Console
 from dspark_jax.batches import TokenBatches
 from dspark_jax.calibration_identity import drafter_fingerprint
 from dspark_jax.checkpoint import CheckpointWriter, restore_checkpoint
-from dspark_jax.data import DOMAINS, TokenSequences, load_token_sequences
+from dspark_jax.data import DOMAINS, TokenSequences, load_token_sequences, most_frequent_ids
 from dspark_jax.decode import DecodeParams
 from dspark_jax.drafters.kinds import drafter_from
 from dspark_jax.protocols import Target
@@ -52,8 +52,8 @@ class TrainRun:
       drafter: config of the drafter, of any kind in `drafters.kinds`; or that of the drafter to go on from.
       train: the optimizer step.
       out: the run's folder; all hosts of a run see the same.
-      draft_vocabulary: .npy file with target ids, the most frequent first. The first `drafter.draft_vocab_size` of them can be drafted;
-        needed for a random start with such a size, and for nothing else.
+      draft_vocabulary: .npy file with target ids, the most frequent first. A random start drafts from the first
+        `drafter.draft_vocab_size` of them; None: from so many that are the most frequent in the texts to learn from.
       domains: texts of these domains are learnt from and evaluated on.
       num_texts: texts to learn from, spread evenly over those that there are; None for all of them.
       batch_size: sequences a step, over all hosts.
@@ -117,18 +117,21 @@ class TrainRun:
         texts = load_token_sequences(self.data, vocab_size)
         return texts.select(np.isin(texts.domain, [DOMAINS.index(name) for name in self.domains]))
 
-    def draft_ids(self) -> np.ndarray | None:
+    def draft_ids(self, texts: TokenSequences) -> np.ndarray | None:
         """The target ids that a random start drafts from, ascending; None for all.
+
+        Args:
+          texts: those to learn from.
 
         Raises:
           ValueError: `draft_vocabulary` is missing, not asked for, or holds too few ids.
         """
         size = self.drafter.draft_vocab_size
         given = f"draft_vocabulary is {self.draft_vocabulary}"
-        if (size is None) != (self.draft_vocabulary is None):
-            raise ValueError(f"{given} and drafter.draft_vocab_size is {size}; allowed: both or neither")
         if self.draft_vocabulary is None:
-            return None
+            return None if size is None else most_frequent_ids(texts, size, self.drafter.vocab_size)
+        if size is None:
+            raise ValueError(f"{given} and drafter.draft_vocab_size is None; allowed: a size, or no file")
         if not self.draft_vocabulary.is_file():
             raise ValueError(f"{given}; allowed: an existing .npy file of ids, the most frequent first")
         ids = np.unique(np.load(self.draft_vocabulary)[:size]).astype(np.int32)
@@ -215,13 +218,12 @@ def _require_finite(metrics: Mapping[str, Any], step: int, stream: TokenBatches,
         require_finite(metrics, step, batch.rows.tolist())
 
 
-def _configuration(run: TrainRun, given: LoadedDrafter | None) -> dict[str, Any]:
+def _configuration(run: TrainRun, given: LoadedDrafter | None, ids: Any) -> dict[str, Any]:
     """What a run that is started again must have in common with the run that it goes on with."""
     config = {name: value for name, value in as_json(run).items() if name not in FREE}
     if run.features is not None:
         config["features"] = as_json(stored_as(run.features))
     if given is None:
-        ids = run.draft_ids()
         return config if ids is None else config | {"draft_ids": hashlib.sha256(ids.tobytes()).hexdigest()}
     if run.draft_vocabulary is not None:
         raise ValueError(f"draft_vocabulary is {run.draft_vocabulary}; allowed where a drafter is gone on with: None, it has its own")
@@ -249,20 +251,21 @@ def train(run: TrainRun, console: Console | None = None, given: LoadedDrafter | 
     """
     first_host = jax.process_index() == 0
     console = console or Console(quiet=not first_host)
-    config, config_file = _configuration(run, given), run.out / "config.json"
+    texts = run.texts(run.drafter.vocab_size)
+    learnt = training_texts(texts, run.num_texts)
+    ids = run.draft_ids(learnt) if given is None else given.draft_ids
+    config, config_file = _configuration(run, given, ids), run.out / "config.json"
     if config_file.exists() and json.loads(config_file.read_text()) != config:
         raise ValueError(f"out is {run.out}; it holds a run with another configuration: choose another folder or remove it")
     with StopSignals() as signals:
         mesh = run_mesh(run)
         target, target_params = load_target(run.target, mesh=mesh)
         drafter = drafter_from(run.drafter) if given is None else given.drafter
-        ids = run.draft_ids() if given is None else given.draft_ids
         draft_ids = None if ids is None else place(ids, replicated(mesh))
-        texts = run.texts(target.spec.vocab_size)
         models = _Models(target, target_params, drafter, draft_ids, held_out_texts(texts, run.held_out_sequences))
         share, num_shares = batch_share(mesh, run.batch_size)
         stream = TokenBatches(
-            training_texts(texts, run.num_texts),
+            learnt,
             run.batch_size,
             run.lengths,
             run.seed,

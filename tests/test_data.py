@@ -16,6 +16,7 @@ from dspark_jax.data import (
     gemma4_template,
     load_token_sequences,
     loss_mask,
+    most_frequent_ids,
     qwen_template,
     save_token_sequences,
 )
@@ -198,3 +199,14 @@ def test_the_given_answers_of_smollm2_are_what_their_card_says(shared):
     for (domain, temperature, heldout), expected in rows.items():
         mask = (sequences.domain == DOMAINS.index(domain)) & (sequences.temperature == temperature) & (sequences.heldout == heldout)
         assert (int(mask.sum()), int(sequences.lengths[mask].sum()), int(answer_tokens[mask].sum())) == expected
+
+
+def test_the_most_frequent_ids_of_texts():
+    """Ascending; of equally frequent ids the lowest; ids that do not occur come last."""
+    tokens = np.array([5, 5, 5, 2, 2, 7, 9], np.uint16)
+    sequences = dataclasses.replace(make_sequences([7]), tokens=tokens)
+    assert most_frequent_ids(sequences, 3, 10).tolist() == [2, 5, 7]
+    assert most_frequent_ids(sequences, 5, 10).tolist() == [0, 2, 5, 7, 9]
+    for count in (0, 11):
+        with pytest.raises(ValueError, match=f"count is {count}; allowed: 1 to vocab_size 10"):
+            most_frequent_ids(sequences, count, 10)

@@ -131,8 +131,7 @@ def test_a_run_takes_the_texts_that_it_is_told_to(folder):
 @pytest.mark.parametrize(
     ("ids", "size", "message"),
     [
-        (None, 24, "draft_vocabulary is None and drafter.draft_vocab_size is 24; allowed: both or neither"),
-        ([0, 1], None, r"wrong.npy and drafter.draft_vocab_size is None; allowed: both or neither"),
+        ([0, 1], None, r"wrong.npy and drafter.draft_vocab_size is None; allowed: a size, or no file"),
         ([1, 1, 2], 3, "wrong.npy; allowed: a file whose first 3 entries are different ids below 64"),
         ([1, 2], 3, "wrong.npy; allowed: a file whose first 3 entries"),
         ([1, 2, 64], 3, "wrong.npy; allowed: a file whose first 3 entries"),
@@ -144,10 +143,21 @@ def test_a_draft_vocabulary_that_does_not_fit_is_refused(folder, tmp_path, ids, 
     if isinstance(ids, list):
         np.save(path, np.asarray(ids, np.int32))
     drafter = dataclasses.replace(TINY_CONFIGS["dflash"], draft_vocab_size=size)
-    run = dataclasses.replace(run_of(folder, "dflash", out="wrong"), drafter=drafter, draft_vocabulary=None if ids is None else path)
+    run = dataclasses.replace(run_of(folder, "dflash", out="wrong"), drafter=drafter, draft_vocabulary=path)
     with pytest.raises(ValueError, match=message):
         train(run)
     assert not run.out.exists()
+
+
+def test_without_a_file_the_most_frequent_ids_of_the_texts_are_drafted(folder):
+    run = dataclasses.replace(run_of(folder, "dflash", out="counted"), draft_vocabulary=None)
+    learnt = write_feature_cache.training_texts(run.texts(64), None)
+    ids = run.draft_ids(learnt)
+    assert ids is not None and len(ids) == run.drafter.draft_vocab_size and ids.dtype == np.int32 and (np.diff(ids) > 0).all()
+    counts = np.bincount(learnt.tokens, minlength=64)
+    assert counts[ids].min() >= np.delete(counts, ids).max() and 0 not in counts[ids]
+    whole = dataclasses.replace(run, drafter=dataclasses.replace(run.drafter, draft_vocab_size=None))
+    assert whole.draft_ids(learnt) is None
 
 
 @pytest.mark.slow

@@ -14,12 +14,13 @@ from rich.console import Console
 import dspark_jax
 from dspark_jax.calibrate import survival_from_dict
 from dspark_jax.calibration_identity import CalibratorIdentity, CalibratorWarning, drafter_fingerprint
-from dspark_jax.data import TokenSequences, offsets_from_lengths, save_token_sequences
+from dspark_jax.data import TokenSequences, load_token_sequences, offsets_from_lengths, save_token_sequences
 from dspark_jax.drafters.dspark import DSparkConfig, DSparkDrafter
 from dspark_jax.evaluate import TextReading
 from dspark_jax.protocols import DraftBlock, TargetSpec
 from dspark_jax.sampling import Sampling
 from dspark_jax.weights import load_drafter, save_drafter
+from experiments.calibrate_drafter import CalibrateDrafter, calibrate_drafter
 from experiments.calibration_report import CalibrationSpeed, time_calibration
 from experiments.recalibrate import recalibrate
 from experiments.release_card import model_card
@@ -154,6 +155,36 @@ def test_recalibrating_rewrites_survival_and_card_and_leaves_the_drafter(files, 
         assert row.endswith("| yes |") and f"| {report['models'][report['chosen']]['mean_brier']['value'][0]:.4f} (" in row
         assert survival["continuation"][f"{temperature}.0"] == report["continuation"]
     assert "recalibrate --texts-per-cell 8" in card
+
+
+def test_a_drafter_of_ones_own_is_calibrated_and_its_weights_stay(folder, tmp_path):
+    """[F5] Fitted on one half of the held-out answers, judged on the other, and stored for this drafter alone."""
+    own = tmp_path / "drafter"
+    shutil.copytree(folder / "source", own)
+    options = CalibrateDrafter(own, (folder / "texts.npz",), str(folder / "target"), texts_per_cell=4)
+    survival = calibrate_drafter(options, Console(quiet=True))
+    spec = TargetSpec(LLAMA["vocab_size"], 32, 2, "LlamaForCausalLM")
+    loaded = load_drafter(own, spec)
+    assert loaded.survival == json.loads(json.dumps(survival)) and set(survival["continuation"]) == {"0.0", "1.0"}
+    mark = drafter_fingerprint(loaded.drafter, loaded.params, loaded.draft_ids)
+    assert loaded.fitted_for == CalibratorIdentity(mark, (0.0, 1.0)), "of the drafter that was read"
+    weights = "model.safetensors"
+    assert (own / weights).read_bytes() == (folder / "source" / weights).read_bytes()
+    zeros = jnp.zeros((2, BLOCK))
+    block = DraftBlock(zeros.astype(jnp.int32), zeros, zeros, zeros, zeros + 1.0, None)
+    chances = np.asarray(loaded.survival_model().survival(block, jnp.asarray([0.0, 1.0])))
+    assert ((chances >= 0) & (chances <= 1)).all() and (np.diff(chances, axis=1) <= 0).all()
+
+
+def test_what_cannot_be_calibrated_is_refused(folder, tmp_path):
+    with pytest.raises(ValueError, match="texts_per_cell is 3; allowed are even numbers"):
+        CalibrateDrafter(tmp_path, (folder / "texts.npz",), texts_per_cell=3)
+    learnt = load_token_sequences(folder / "texts.npz", LLAMA["vocab_size"])
+    save_token_sequences(tmp_path / "learnt.npz", dataclasses.replace(learnt, heldout=np.zeros_like(learnt.heldout)))
+    options = CalibrateDrafter(folder / "source", (tmp_path / "learnt.npz",), str(folder / "target"))
+    with pytest.raises(ValueError, match="learnt.npz; allowed are texts with two or more held-out answers"):
+        calibrate_drafter(options, Console(quiet=True))
+    assert not (folder / "source" / "survival.json").exists()
 
 
 def test_a_stored_calibration_knows_its_drafter_and_sampler(recalibrated, recwarn):
