@@ -25,7 +25,7 @@ from dspark_jax.tokenizers import load_tokenizer
 from dspark_jax.weights import load_drafter, load_target
 from experiments.benchmark_decode import BenchmarkCell, Contender, DecodeSettings, encoder, labelled, mesh_of
 from experiments.benchmark_records import CELLS, DRAFTERS_FILE, SPEED_FILE, Measured, cells_files
-from experiments.benchmark_report import print_report
+from experiments.benchmark_report import print_report, speed_table
 from experiments.benchmark_sets import ChosenSet, choose_sets
 from experiments.benchmark_speed import SpeedSettings, Timing, timed_prompts
 from experiments.command_line import run_command
@@ -50,6 +50,7 @@ class BenchmarkOptions:
       temperatures: of the target and the drafters.
       prompts_per_set: at even distances over the set; None: all.
       mesh: devices along data x fsdp x tensor; None: one device.
+      decode: answer the prompts; without it they are only timed, and nothing but speeds is printed.
       shard: "i/n": of the cells only number i, i + n, ... (from 0), and their own file; the first shard times.
       out: folder of what is measured.
     """
@@ -62,6 +63,7 @@ class BenchmarkOptions:
     prompts_per_set: int | None = None
     decoding: Annotated[DecodeSettings, tyro.conf.OmitArgPrefixes] = DecodeSettings()
     speed: Annotated[SpeedSettings, tyro.conf.OmitArgPrefixes] = SpeedSettings()
+    decode: bool = True
     mesh: tuple[int, int, int] | None = None
     shard: str = "0/1"
     out: Path = Path("out/benchmark")
@@ -213,12 +215,17 @@ def run(options: BenchmarkOptions, console: Console) -> Measured:
         for temperature in options.temperatures
         for contender in contenders
     ]
-    measure_cells(cells, options, console)
+    if options.decode:
+        measure_cells(cells, options, console)
     prompts = timed_prompts(sets, options.speed.timed_prompts)
     if prompts and parse_shard(options.shard)[0] == 0:
         timing = Timing.of(target, tokenizer, contenders, options.speed, prompts, options.decoding.seed)
         measure_speed(timing, sets, options, console)
-    return print_report(options.out, console)
+    if options.decode:
+        return print_report(options.out, console)
+    measured = Measured.read(options.out, timed_alone=True)
+    console.print(speed_table(measured).rich())
+    return measured
 
 
 if __name__ == "__main__":

@@ -37,14 +37,19 @@ class Measured:
     timed: Sequence[Mapping[str, Any]]
 
     @classmethod
-    def read(cls, folder: Path) -> "Measured":
+    def read(cls, folder: Path, timed_alone: bool = False) -> "Measured":
         """What a folder holds; of cells that were measured twice, on other prompts, the last.
+
+        Args:
+          timed_alone: only what was timed counts, and no cell is needed.
 
         Raises:
           ValueError: it has no cell, or cells that were decoded with different settings.
         """
-        records = read_records(cells_files(folder))
-        if not records:
+        timed = read_records([folder / SPEED_FILE])
+        timed = [record for record in timed if record["taken"].keys() == timed[-1]["taken"].keys()]
+        records = [] if timed_alone else read_records(cells_files(folder))
+        if not records and not timed_alone:
             raise ValueError(
                 f"measured is {folder}; allowed is a folder with {CELLS}*.jsonl, which `python -m experiments.benchmark` writes"
             )
@@ -54,13 +59,8 @@ class Measured:
             raise ValueError(f"measured is {folder}, with cells of different settings: {'; '.join(sorted(settings))}; allowed: the same")
         described = {record["drafter"]: record for record in read_records([folder / DRAFTERS_FILE])}
         labels = dict.fromkeys([*described, *(drafter for drafter, _, _ in cells)])
-        there = {drafter for drafter, _, _ in cells}
-        timed = read_records([folder / SPEED_FILE])
-        return cls(
-            cells=cells,
-            drafters={label: described.get(label, {}) for label in labels if label in there},
-            timed=[record for record in timed if record["taken"].keys() == timed[-1]["taken"].keys()],
-        )
+        there = {label for record in timed for label in record["taken"]} if timed_alone else {drafter for drafter, _, _ in cells}
+        return cls(cells, {label: described.get(label, {}) for label in labels if label in there}, timed)
 
     @property
     def sets(self) -> list[str]:
@@ -69,8 +69,8 @@ class Measured:
 
     @property
     def temperatures(self) -> list[float]:
-        """Ascending."""
-        return sorted({temperature for _, _, temperature in self.cells})
+        """Ascending: those of the cells, or where there are none those that were timed."""
+        return sorted({temperature for _, _, temperature in self.cells} or {record["temperature"] for record in self.timed})
 
     @functools.cached_property
     def domains(self) -> tuple[str, ...]:

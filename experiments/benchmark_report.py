@@ -6,6 +6,7 @@ Writes `results.csv` (accepted length by drafter, domain and temperature, with s
 `acceptance.csv` with its plot beside the measurements, and the tables of `results.md` between its markers.
 """
 
+import csv
 import dataclasses
 import sys
 from collections.abc import Sequence
@@ -37,7 +38,7 @@ class ReportOptions:
       pairs: comparisons of the page, "LABEL/LABEL"; the first drafter over each of the others where empty. All are in `comparisons.csv`.
       csv: file of the main results.
       page: file with the markers `<!-- benchmark -->`; None: no page.
-      also: folders of other measurements, on other sets or of other drafters, whose rows stand in `csv` too.
+      also: CSV files of the same columns, such as `rivals_report` writes, whose rows stand in `csv` too.
     """
 
     measured: Path = Path("experiments/results/benchmark")
@@ -164,29 +165,29 @@ def set_rows(measured: Measured) -> list[dict[str, Any]]:
 
 
 def result_rows(measured: Measured) -> list[dict[str, Any]]:
-    """The main results: a row per drafter, domain and temperature, with the number of sets that the figures are of."""
+    """The main results: a row per drafter, domain and temperature, with the texts and the number of sets that the figures are of."""
     rows = []
-    for drafter, what in measured.drafters.items():
+    for drafter in measured.drafters:
         for domain in measured.domains:
             for temperature in measured.temperatures:
-                speed, plain = measured.speed(drafter, domain, temperature), measured.speed(PLAIN, domain, temperature)
-                rows.append(
-                    {
-                        "drafter": drafter,
-                        "domain": domain,
-                        "temperature": temperature,
-                        "sets": sum(group_of(name) in GROUPS and domain in (ALL, group_of(name)) for name in measured.sets),
-                        **columns(measured.accepted_length(drafter, domain, temperature), "accepted_length"),
-                        **measured.rounds(drafter, domain, temperature),
-                        "parameters": what.get("parameters", ""),
-                        "draft_vocabulary": what.get("draft_vocabulary", ""),
-                        "proposal_gflop": what.get("proposal_gflop", ""),
-                        "tokens_per_second": "" if speed is None else round(speed.value, 2),
-                        "plain_tokens_per_second": "" if plain is None else round(plain.value, 2),
-                        **columns(measured.speed_ratio(drafter, domain, temperature), "over_plain"),
-                    }
-                )
+                sets = sum(group_of(name) in GROUPS and domain in (ALL, group_of(name)) for name in measured.sets)
+                about = {"drafter": drafter, "domain": domain, "temperature": temperature, "texts": "benchmark prompts", "sets": sets}
+                length = columns(measured.accepted_length(drafter, domain, temperature), "accepted_length")
+                counts = measured.rounds(drafter, domain, temperature)
+                rows.append({**about, **length, **counts, **speed_columns(measured, drafter, domain, temperature)})
     return rows
+
+
+def speed_columns(measured: Measured, drafter: str, domain: str, temperature: float) -> dict[str, Any]:
+    """Size, work and speed of a drafter as fields of a row, empty where they were not measured."""
+    what = measured.drafters.get(drafter, {})
+    speed, plain = measured.speed(drafter, domain, temperature), measured.speed(PLAIN, domain, temperature)
+    return {
+        **{name: what.get(name, "") for name in ("parameters", "draft_vocabulary", "proposal_gflop")},
+        "tokens_per_second": "" if speed is None else round(speed.value, 2),
+        "plain_tokens_per_second": "" if plain is None else round(plain.value, 2),
+        **columns(measured.speed_ratio(drafter, domain, temperature), "over_plain"),
+    }
 
 
 def acceptance_rows(measured: Measured) -> list[dict[str, Any]]:
@@ -242,14 +243,21 @@ def print_report(folder: Path, console: Console, pairs: Sequence[str] = ()) -> M
     return measured
 
 
+def _rows_in(path: Path) -> list[dict[str, str]]:
+    if not path.is_file():
+        raise ValueError(f"also is {path}; allowed are existing CSV files")
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
 def write_report(options: ReportOptions, console: Console) -> Measured:
     """Print, and write the files.
 
     Raises:
-      ValueError: nothing was measured, or the page has not its markers.
+      ValueError: nothing was measured, a file of `also` is missing, or the page has not its markers.
     """
     measured = print_report(options.measured, console, options.pairs)
-    write_csv(options.csv, [row for each in (measured, *map(Measured.read, options.also)) for row in result_rows(each)])
+    write_csv(options.csv, result_rows(measured) + [row for path in options.also for row in _rows_in(path)])
     write_csv(options.measured / "sets.csv", set_rows(measured))
     write_csv(options.measured / "acceptance.csv", acceptance_rows(measured))
     plot_acceptance(measured, options.measured / "acceptance.png")

@@ -6,6 +6,9 @@
 All cells of a sweep walk along the same held-out answers, so that the ratio of two of them has an interval over these answers. With
 several seeds an answer counts with what all seeds emitted on it: intervals are of answers, not of seeds. Any sweep of
 `experiments/ablations.py` on SmolLM2 can be given; its first cell is compared with each of the others.
+
+Where `python -m experiments.benchmark --no-decode --out RECORDS` has timed these drafters, under the names of the tables, their speeds
+stand beside.
 """
 
 import dataclasses
@@ -17,6 +20,8 @@ from typing import Any
 from rich.console import Console
 
 from experiments.ablations import chosen_sweep
+from experiments.benchmark_records import ALL, Measured
+from experiments.benchmark_report import speed_columns, speed_table
 from experiments.command_line import run_command
 from experiments.held_out import TEMPERATURES
 from experiments.held_out_report import rows_of, tables_of
@@ -46,7 +51,7 @@ class RivalsOptions:
       sweep: a sweep on SmolLM2.
       seeds, only, set: as they were given to the sweep.
       records: folder of its records.
-      to: folder of the CSV file; None: beside the records.
+      to: folder of the CSV files, `results.csv` with the columns of the benchmark's among them; None: beside the records.
       page: file with the markers `<!-- rivals -->`; None: no page.
     """
 
@@ -93,6 +98,25 @@ def budget_table(records: Sequence[Mapping[str, Any]]) -> TextTable:
     return TextTable("Budgets", header, tuple(rows.values()))
 
 
+def result_rows(readings: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]], timed: Measured) -> list[dict[str, Any]]:
+    """The rows as `benchmark_report` has them, with what was timed. A count that the walks do not keep is empty."""
+    found = []
+    for row in rows:
+        drafter, domain, temperature = row["drafter"], row["domain"], row["temperature"]
+        sums = [
+            reading[row["part"]]
+            for reading in readings
+            if reading["drafter"] == drafter and reading["temperature"] == temperature and domain in (ALL, reading["domain"])
+        ]
+        texts = {"texts": f"held-out answers, {row['part']}", "sets": ""}
+        about = {"drafter": drafter, "domain": domain, "temperature": float(temperature), **texts}
+        length = {name: row[name] for name in ("accepted_length", "accepted_length_low", "accepted_length_high")}
+        counts = {"prompts": len(sums), **{name: round(sum(each[name] for each in sums)) for name in ("rounds", "emitted")}}
+        empty = dict.fromkeys(("cut_rounds", "cut_emitted", "tokens"), "")
+        found.append({**about, **length, **counts, **empty, **speed_columns(timed, drafter, domain, float(temperature))})
+    return found
+
+
 def report(options: RivalsOptions, console: Console) -> list[dict[str, Any]]:
     """Print the tables, and write the CSV file and the page; the rows of the former.
 
@@ -107,10 +131,13 @@ def report(options: RivalsOptions, console: Console) -> list[dict[str, Any]]:
         raise ValueError(f"sweep is {sweep.name}; allowed are sweeps on SmolLM2, whose cells keep what they emitted on every answer")
     readings = readings_of(records)
     tables = [budget_table(records), *tables_of(readings)]
+    timed = Measured.read(options.records, timed_alone=True)
+    tables += [speed_table(timed)] if timed.timed else []
     for table in tables:
         console.print(table.rich())
     rows = rows_of(readings)
     write_csv((options.to or options.records) / f"{sweep.name}.csv", rows)
+    write_csv((options.to or options.records) / "results.csv", result_rows(readings, rows, timed))
     if options.page is not None:
         answers = max(sum(len(of) for of in record["result"]["answers_greedy"].values()) for record in records)
         about = f"{answers} answers at each temperature; {' / '.join(sorted({record['device'] for record in records}))}."

@@ -415,8 +415,12 @@ def test_the_report_has_the_papers_layout_and_the_page_keeps_its_words(tmp_path)
     assert found["better", "maths", "0.0"]["over_plain"] == "2.0" and found["better", "maths", "0.0"]["parameters"] == "3000000"
     assert {path.name for path in folder.iterdir()} >= {"sets.csv", "acceptance.csv", "acceptance.png", "comparisons.csv"}
     assert found["better", "maths", "0.0"]["sets"] == "2" and found["better", "all", "0.0"]["sets"] == "4"
-    write_report(dataclasses.replace(options, page=None, also=(folder,)), quiet())
+    others = tmp_path / "others.csv"
+    others.write_bytes(options.csv.read_bytes())
+    write_report(dataclasses.replace(options, page=None, also=(others,)), quiet())
     assert read_results(options.csv) == rows + rows
+    with pytest.raises(ValueError, match="also is .*absent.csv; allowed are existing CSV files"):
+        write_report(dataclasses.replace(options, page=None, also=(tmp_path / "absent.csv",)), quiet())
     with pytest.raises(ValueError, match="pairs has 'better/best'"):
         write_report(dataclasses.replace(options, pairs=("better/best",)), quiet())
 
@@ -439,14 +443,15 @@ def test_the_headline_is_written_from_the_results_and_checked(tmp_path):
     options = HeadlineOptions(results, readme)
     write_headline(options, quiet())
     write_headline(dataclasses.replace(options, check=True), quiet())
-    assert "| better | 0 | 2.25 | 1.50 | 1.50 | 1.75 | 4 | 2.00 |" in readme.read_text() and readme.read_text().endswith("End\n")
+    assert "| better | 0 | 2.25 | 1.50 | 1.50 | 1.75 | benchmark prompts | 2.00 |" in readme.read_text()
+    assert readme.read_text().endswith("End\n")
     readme.write_text(readme.read_text().replace("1.75", "1.99"))
     with pytest.raises(ValueError, match="whose headline is not that of"):
         write_headline(dataclasses.replace(options, check=True), quiet())
     with pytest.raises(ValueError, match="results is .*absent.csv; allowed"):
         read_results(tmp_path / "absent.csv")
     results.write_text("drafter,domain\na,b\n")
-    with pytest.raises(ValueError, match="without temperature, sets, accepted_length"):
+    with pytest.raises(ValueError, match="without temperature, texts, accepted_length"):
         read_results(results)
 
 

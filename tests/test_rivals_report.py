@@ -1,11 +1,14 @@
 """Tables of drafters at equal budgets: from the records of a sweep, answer by answer, seeds together."""
 
+import csv
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from experiments.ablations import find_sweep
+from experiments.benchmark_records import DRAFTERS_FILE, SPEED_FILE
+from experiments.benchmark_speed import PLAIN
 from experiments.record_lines import append_record
 from experiments.result_tables import marked
 from experiments.rivals_report import MARKER, RivalsOptions, name_of, readings_of, report
@@ -47,7 +50,31 @@ def test_the_first_drafter_is_compared_with_each_other_one(tmp_path):
     assert text.startswith("before\n") and text.endswith("behind\n")
     shown = marked(text, MARKER, "page")
     assert "| DSpark | 800 | 102,400 | 8.74 | 1 | 1.25 |" in shown and "DSpark over DFlash, DSpark's loss" in shown
-    assert "12 answers at each temperature; a device." in shown
+    assert "12 answers at each temperature; a device." in shown and "tokens/s" not in shown
+    with (tmp_path / "results.csv").open() as file:
+        results = list(csv.DictReader(file))
+    assert len(results) == 3 * 4 * 2
+    assert results[0]["texts"] == "held-out answers, first 128 tokens" and results[0]["tokens_per_second"] == ""
+    assert (results[-1]["domain"], results[-1]["prompts"], results[-1]["rounds"]) == ("all", "12", "120")
+
+
+def test_speeds_that_were_timed_stand_beside(tmp_path):
+    sweep = find_sweep("small_rivals")
+    write_records(sweep, list(sweep.cells[:1]), [22.0], tmp_path)
+    append_record(
+        tmp_path / DRAFTERS_FILE, {"key": "k", "drafter": "DSpark", "parameters": 12, "draft_vocabulary": 8, "proposal_gflop": 0.5}
+    )
+    for temperature in (0.0, 1.0):
+        taken = {PLAIN: {"tokens": 20, "seconds": 1.0}, "DSpark": {"tokens": 20, "seconds": 0.5}}
+        about = {"key": str(temperature), "group": "maths", "set": "gsm8k", "id": "p", "temperature": temperature, "draft_length": 4}
+        append_record(tmp_path / SPEED_FILE, about | {"taken": taken})
+    page = tmp_path / "page.md"
+    page.write_text(f"<!-- {MARKER} --><!-- /{MARKER} -->")
+    report(RivalsOptions(records=tmp_path, page=page), quiet())
+    assert "| DSpark | 0.00 | 8 | 0.500 | - | 40.0 | 2.00 | 40.0 | 2.00 |" in page.read_text()
+    with (tmp_path / "results.csv").open() as file:
+        (maths,) = [row for row in csv.DictReader(file) if (row["domain"], row["temperature"]) == ("maths", "1.0")]
+    assert (maths["parameters"], maths["tokens_per_second"], maths["over_plain"]) == ("12", "40.0", "2.0")
 
 
 def test_seeds_are_summed_answer_by_answer(tmp_path):
