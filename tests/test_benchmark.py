@@ -473,7 +473,8 @@ def test_the_committed_page_is_that_of_the_committed_measurements(tmp_path):
     copy.mkdir()
     for file in (results / "benchmark").glob("*.jsonl"):
         (copy / file.name).write_bytes(file.read_bytes())
-    write_report(ReportOptions(copy, (), tmp_path / "results.csv", page), quiet())
+    also = (results / "rivals" / "results.csv",)
+    write_report(ReportOptions(copy, (), tmp_path / "results.csv", page, also), quiet())
     assert (tmp_path / "results.csv").read_text() == (results / "results.csv").read_text()
     assert page.read_text(encoding="utf-8") == (results / "results.md").read_text(encoding="utf-8")
 

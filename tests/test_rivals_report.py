@@ -13,6 +13,7 @@ from experiments.record_lines import append_record
 from experiments.result_tables import marked
 from experiments.rivals_report import MARKER, RivalsOptions, name_of, readings_of, report
 from experiments.sweep import Cell, Sweep, records_file
+from tests.conftest import ROOT
 
 
 def quiet() -> Console:
@@ -104,3 +105,14 @@ def test_cells_of_any_sweep_have_names():
     assert name_of({"drafter": "no_heads", "seed": 2}) == "DFlash, DSpark's loss"
     assert name_of({"drafter": "dspark", "layers": 3}) == "DSpark, 3"
     assert readings_of([]) == []
+
+
+def test_the_committed_page_is_that_of_the_committed_records(tmp_path):
+    results = ROOT / "experiments" / "results"
+    page = tmp_path / "rivals.md"
+    page.write_bytes((results / "rivals.md").read_bytes())
+    rows = report(RivalsOptions(records=results / "rivals", to=tmp_path, page=page), quiet())
+    assert page.read_text() == (results / "rivals.md").read_text()
+    for name in ("small_rivals.csv", "results.csv"):
+        assert (tmp_path / name).read_text() == (results / "rivals" / name).read_text()
+    assert {row["drafter"] for row in rows} >= {"DSpark", "DFlash, cross-entropy alone", "DFlash, DSpark's loss", "Eagle3", "MTP-1"}
