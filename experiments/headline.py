@@ -16,6 +16,7 @@ from experiments.command_line import run_command
 from experiments.result_tables import TextTable, marked, number, write_marked
 
 MARKER = "headline"
+TEXTS = "benchmark prompts"
 NEEDED = ("drafter", "domain", "temperature", "texts", "accepted_length", "parameters", "tokens_per_second", "over_plain")
 
 
@@ -51,17 +52,18 @@ def read_results(path: Path) -> list[dict[str, str]]:
 
 
 def headline_table(rows: Sequence[Mapping[str, str]]) -> TextTable:
-    """Accepted length by domain, on which texts, and speed over plain decoding, of every drafter at every temperature."""
+    """Accepted length by domain, and speed over plain decoding, of every drafter at every temperature, on benchmark prompts alone."""
+    rows = [row for row in rows if row["texts"] == TEXTS]
     domains = list(dict.fromkeys(row["domain"] for row in rows))
     temperatures = sorted({row["temperature"] for row in rows}, key=float)
     found = {(row["drafter"], row["domain"], row["temperature"]): row for row in rows}
-    header = ["drafter", "temperature", *domains, "texts", "speed over plain decoding"]
+    header = ["drafter", "temperature", *domains, "speed over plain decoding"]
     lines = []
     for drafter in dict.fromkeys(row["drafter"] for row in rows):
         for temperature in temperatures:
             own = [found.get((drafter, domain, temperature), {}) for domain in domains]
             lengths = [_number(row.get("accepted_length")) for row in own]
-            lines.append((drafter, f"{float(temperature):g}", *lengths, own[-1].get("texts", "-"), _number(own[-1].get("over_plain"))))
+            lines.append((drafter, f"{float(temperature):g}", *lengths, _number(own[-1].get("over_plain"))))
     return TextTable("Accepted length (tokens a round)", tuple(header), tuple(lines))
 
 

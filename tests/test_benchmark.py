@@ -439,12 +439,16 @@ def test_the_headline_is_written_from_the_results_and_checked(tmp_path):
     readme, results = tmp_path / "README.md", tmp_path / "results.csv"
     folder = write_measured(tmp_path / "measured")
     write_report(ReportOptions(folder, (), results, None), quiet())
+    with results.open("a") as file:
+        file.write(
+            results.read_text().splitlines()[1].replace("better", "elsewhere").replace("benchmark prompts", "held-out answers") + "\n"
+        )
     readme.write_text("# Title\n<!-- headline -->\n<!-- /headline -->\nEnd\n")
     options = HeadlineOptions(results, readme)
     write_headline(options, quiet())
     write_headline(dataclasses.replace(options, check=True), quiet())
-    assert "| better | 0 | 2.25 | 1.50 | 1.50 | 1.75 | benchmark prompts | 2.00 |" in readme.read_text()
-    assert readme.read_text().endswith("End\n")
+    assert "| better | 0 | 2.25 | 1.50 | 1.50 | 1.75 | 2.00 |" in readme.read_text()
+    assert readme.read_text().endswith("End\n") and "elsewhere" not in readme.read_text()
     readme.write_text(readme.read_text().replace("1.75", "1.99"))
     with pytest.raises(ValueError, match="whose headline is not that of"):
         write_headline(dataclasses.replace(options, check=True), quiet())
