@@ -214,6 +214,7 @@ def most_frequent_ids(sequences: TokenSequences, count: int, vocab_size: int) ->
     return np.sort(np.argsort(-occurrences, kind="stable")[:count]).astype(np.int32)
 
 
+@typed
 def load_token_sequences(paths: str | Path | Sequence[str | Path], vocab_size: int = 2**32) -> TokenSequences:
     """The sequences of one or several .npz files, one file after another, every field of every file checked.
 

@@ -85,7 +85,7 @@ def smollm2_dspark_rnn() -> TrainRun:
 
 
 def smollm2_dspark_gated() -> TrainRun:
-    """DSpark with the gated head. Not run at this size; `small_dspark_gated` is."""
+    """DSpark with the gated head. Not run, nor is `small_dspark_gated`."""
     return _rival("smollm2_dspark_gated", DSparkConfig(**SMOLLM2_BLOCK, markov_rank=64, markov_head_type="gated"))
 
 
@@ -120,9 +120,8 @@ def smollm2_mtp() -> TrainRun:
 def small(run: TrainRun) -> TrainRun:
     """A run of the same drafter for CPUs: 1,200 texts cut to 256 tokens, 8,192 tokens to draft, 800 steps of 2 texts x 32 anchors.
 
-    At small budgets steps teach more than anchors do, so that batches are small. Held-out texts are read at the end alone, which takes as
-    long there as 50 steps. With the target's features stored once for all
-    drafters, a step is some seconds on 2 cores:
+    At small budgets steps teach more than anchors do, so that batches are small. Held-out texts are read at the end alone. With the
+    target's features stored once for all drafters, a step takes 1 to 3 seconds on one core:
 
         python -m experiments.run cache small_dspark --out out/small_features
         python -m experiments.run train small_dspark --features out/small_features
