@@ -20,6 +20,7 @@ from experiments.overrides import parsed_overrides
 from experiments.presets import SMALL_PRESETS, SMOLLM2_PRESETS
 from experiments.smollm2_cells import FREE_PATHS, SmolLM2Cell, run_smollm2_cell
 from experiments.sweep import Cell, Changes, Sweep, grid, parse_only
+from experiments.sweep_report import answers_field
 from experiments.toy_drafters import RIVALS, ToyCell, run_toy_cell
 
 MEASURES = ("accepted_length_greedy", "accepted_length_sampled")
@@ -48,7 +49,7 @@ def run_toy(cell: ToyCell, out: Path) -> dict[str, Any]:
         prompts = zip(range(len(measured["rounds"])), measured["emitted"], measured["rounds"], strict=True)
         found |= {
             name: measured["accepted_length"]["value"],
-            name.replace("accepted_length", "answers"): {"prompts": [list(prompt) for prompt in prompts]},
+            answers_field(name): {"prompts": [list(prompt) for prompt in prompts]},
         }
     return found | record
 

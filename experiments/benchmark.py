@@ -223,7 +223,7 @@ def run(options: BenchmarkOptions, console: Console) -> Measured:
         measure_speed(timing, sets, options, console)
     if options.decode:
         return print_report(options.out, console)
-    measured = Measured.read(options.out, timed_alone=True)
+    measured = Measured.timings(options.out)
     console.print(speed_table(measured).rich())
     return measured
 

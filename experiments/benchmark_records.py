@@ -37,19 +37,23 @@ class Measured:
     timed: Sequence[Mapping[str, Any]]
 
     @classmethod
-    def read(cls, folder: Path, timed_alone: bool = False) -> "Measured":
-        """What a folder holds; of cells that were measured twice, on other prompts, the last.
+    def timings(cls, folder: Path) -> "Measured":
+        """What was timed, by the last list of drafters, and nothing else that a folder holds."""
+        timed = read_records([folder / SPEED_FILE])
+        timed = [record for record in timed if record["taken"].keys() == timed[-1]["taken"].keys()]
+        described = {record["drafter"]: record for record in read_records([folder / DRAFTERS_FILE])}
+        there = {label for record in timed for label in record["taken"]}
+        return cls({}, {label: what for label, what in described.items() if label in there}, timed)
 
-        Args:
-          timed_alone: only what was timed counts, and no cell is needed.
+    @classmethod
+    def read(cls, folder: Path) -> "Measured":
+        """What a folder holds; of cells that were measured twice, on other prompts, the last.
 
         Raises:
           ValueError: it has no cell, or cells that were decoded with different settings.
         """
-        timed = read_records([folder / SPEED_FILE])
-        timed = [record for record in timed if record["taken"].keys() == timed[-1]["taken"].keys()]
-        records = [] if timed_alone else read_records(cells_files(folder))
-        if not records and not timed_alone:
+        records = read_records(cells_files(folder))
+        if not records:
             raise ValueError(
                 f"measured is {folder}; allowed is a folder with {CELLS}*.jsonl, which `python -m experiments.benchmark` writes"
             )
@@ -59,8 +63,8 @@ class Measured:
             raise ValueError(f"measured is {folder}, with cells of different settings: {'; '.join(sorted(settings))}; allowed: the same")
         described = {record["drafter"]: record for record in read_records([folder / DRAFTERS_FILE])}
         labels = dict.fromkeys([*described, *(drafter for drafter, _, _ in cells)])
-        there = {label for record in timed for label in record["taken"]} if timed_alone else {drafter for drafter, _, _ in cells}
-        return cls(cells, {label: described.get(label, {}) for label in labels if label in there}, timed)
+        there = {drafter for drafter, _, _ in cells}
+        return cls(cells, {label: described.get(label, {}) for label in labels if label in there}, cls.timings(folder).timed)
 
     @property
     def sets(self) -> list[str]:

@@ -6,7 +6,6 @@ Writes `results.csv` (accepted length by drafter, domain and temperature, with s
 `acceptance.csv` with its plot beside the measurements, and the tables of `results.md` between its markers.
 """
 
-import csv
 import dataclasses
 import sys
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from experiments.benchmark_records import ALL, Measured, total
 from experiments.benchmark_sets import GROUPS, TITLES, group_of
 from experiments.benchmark_speed import PLAIN
 from experiments.command_line import run_command
-from experiments.result_files import save_figure, write_csv
+from experiments.result_files import read_csv, save_figure, write_csv
 from experiments.result_tables import TextTable, columns, number, with_interval, write_marked
 
 MARKER = "benchmark"
@@ -243,13 +242,6 @@ def print_report(folder: Path, console: Console, pairs: Sequence[str] = ()) -> M
     return measured
 
 
-def _rows_in(path: Path) -> list[dict[str, str]]:
-    if not path.is_file():
-        raise ValueError(f"also is {path}; allowed are existing CSV files")
-    with path.open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def write_report(options: ReportOptions, console: Console) -> Measured:
     """Print, and write the files.
 
@@ -257,7 +249,7 @@ def write_report(options: ReportOptions, console: Console) -> Measured:
       ValueError: nothing was measured, a file of `also` is missing, or the page has not its markers.
     """
     measured = print_report(options.measured, console, options.pairs)
-    write_csv(options.csv, result_rows(measured) + [row for path in options.also for row in _rows_in(path)])
+    write_csv(options.csv, result_rows(measured) + [row for path in options.also for row in read_csv(path, "also")])
     write_csv(options.measured / "sets.csv", set_rows(measured))
     write_csv(options.measured / "acceptance.csv", acceptance_rows(measured))
     plot_acceptance(measured, options.measured / "acceptance.png")

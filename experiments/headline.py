@@ -4,7 +4,6 @@ python -m experiments.headline            # writes the table between <!-- headli
 python -m experiments.headline --check    # fails where it is another one
 """
 
-import csv
 import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from experiments.command_line import run_command
+from experiments.result_files import read_csv
 from experiments.result_tables import TextTable, marked, number, write_marked
 
 MARKER = "headline"
@@ -41,10 +41,7 @@ def read_results(path: Path) -> list[dict[str, str]]:
     Raises:
       ValueError: the file is missing, empty, or lacks a column.
     """
-    if not path.is_file():
-        raise ValueError(f"results is {path}; allowed is a file that `python -m experiments.benchmark_report` wrote")
-    with path.open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = read_csv(path, "results")
     missing = [name for name in NEEDED if not rows or name not in rows[0]]
     if missing:
         raise ValueError(f"results is {path} without {', '.join(missing)}; allowed are results with {', '.join(NEEDED)}")

@@ -35,6 +35,21 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         writer.writerows(rows)
 
 
+def read_csv(path: Path, field: str) -> list[dict[str, str]]:
+    """The rows of a CSV file, by the names in its first line.
+
+    Args:
+      field: that the path was given as, for the message.
+
+    Raises:
+      ValueError: the file is missing.
+    """
+    if not path.is_file():
+        raise ValueError(f"{field} is {path}; allowed are existing CSV files, such as `python -m experiments.benchmark_report` writes")
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
 def save_figure(figure: Any, path: Path) -> None:
     """A matplotlib figure as PNG."""
     with whole(path) as unfinished:

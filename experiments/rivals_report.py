@@ -28,6 +28,7 @@ from experiments.held_out_report import rows_of, tables_of
 from experiments.result_files import write_csv
 from experiments.result_tables import TextTable, number, write_marked
 from experiments.sweep import SEED, finished_cells
+from experiments.sweep_report import summed_answers
 
 MARKER = "rivals"
 
@@ -72,18 +73,17 @@ def name_of(axes: Mapping[str, Any]) -> str:
 
 def readings_of(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The answers of all cells in the records of `held_out_report`: a drafter's sums over its seeds on each answer."""
-    sums: dict[tuple[str, str, int, int], dict[str, Any]] = {}
+    cells: dict[str, list[Mapping[str, Any]]] = {}
     for record in records:
-        part = f"first {record['config']['first_tokens']} tokens"
-        for name, temperature in TEMPERATURES.items():
-            for domain, answers in record["result"][f"answers_{name}"].items():
-                for row, emitted, rounds in answers:
-                    place = (name_of(record["axes"]), domain, int(temperature), int(row))
-                    about = dict(zip(("drafter", "domain", "temperature", "row"), place, strict=True))
-                    total = sums.setdefault(place, about | {part: {"emitted": 0.0, "rounds": 0.0}})[part]
-                    total["emitted"] += emitted
-                    total["rounds"] += rounds
-    return list(sums.values())
+        cells.setdefault(name_of(record["axes"]), []).append(record["result"])
+    part = f"first {records[0]['config']['first_tokens']} tokens" if records else ""
+    return [
+        {"drafter": drafter, "domain": domain, "temperature": int(temperature), "row": row, part: {"emitted": emitted, "rounds": rounds}}
+        for drafter, results in cells.items()
+        for name, temperature in TEMPERATURES.items()
+        for domain, sums in summed_answers(results, f"answers_{name}").items()
+        for row, (emitted, rounds) in sums.items()
+    ]
 
 
 def budget_table(records: Sequence[Mapping[str, Any]]) -> TextTable:
@@ -131,7 +131,7 @@ def report(options: RivalsOptions, console: Console) -> list[dict[str, Any]]:
         raise ValueError(f"sweep is {sweep.name}; allowed are sweeps on SmolLM2, whose cells keep what they emitted on every answer")
     readings = readings_of(records)
     tables = [budget_table(records), *tables_of(readings)]
-    timed = Measured.read(options.records, timed_alone=True)
+    timed = Measured.timings(options.records)
     tables += [speed_table(timed)] if timed.timed else []
     for table in tables:
         console.print(table.rich())

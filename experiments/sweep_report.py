@@ -21,20 +21,30 @@ from experiments.sweep import SEED, Sweep, finished_cells
 MARKS = ("o", "s", "^", "D", "v", "P", "X", "*")
 
 
+def answers_field(measure: str) -> str:
+    """The field beside an accepted length, `accepted_length_*`, that has what was emitted on every answer: `answers_*`."""
+    return measure.replace("accepted_length", "answers")
+
+
+def summed_answers(results: Sequence[Mapping[str, Any]], field: str) -> dict[str, dict[Any, tuple[float, float]]]:
+    """By domain and answer: tokens and rounds of the cells of several seeds together; empty where they do not keep them."""
+    sums: dict[str, dict[Any, tuple[float, float]]] = {}
+    for result in results:
+        for domain, answers in result.get(field, {}).items():
+            of_domain = sums.setdefault(domain, {})
+            for answer, emitted, rounds in answers:
+                before = of_domain.get(answer, (0.0, 0.0))
+                of_domain[answer] = (before[0] + emitted, before[1] + rounds)
+    return sums
+
+
 def figure_of(results: Sequence[Mapping[str, Any]], measure: str) -> Figure | None:
     """An accepted length over the answers that cells of several seeds walked or decoded, each domain with the same weight.
 
     None where the cells do not keep them: `answers_*` beside `accepted_length_*`, by domain lists of [answer, emitted, rounds].
     """
-    kept = [result[name] for result in results if (name := measure.replace("accepted_length", "answers")) != measure and name in result]
     figures = []
-    for domain in kept[0] if kept else ():
-        sums: dict[Any, list[float]] = {}
-        for answers in kept:
-            for answer, emitted, rounds in answers[domain]:
-                total = sums.setdefault(answer, [0.0, 0.0])
-                total[0] += emitted
-                total[1] += rounds
+    for domain, sums in summed_answers(results, answers_field(measure)).items() if measure.startswith("accepted_length") else ():
         above, below = zip(*(sums[answer] for answer in sorted(sums)), strict=True)
         figures.append(ratio_of_sums(above, below, domain))
     return mean_of(figures) if figures else None
@@ -167,4 +177,4 @@ def _plot(sweep: Sweep, axes: Sequence[str], rows: Sequence[Mapping[str, Any]], 
     pyplot.close(figure)
 
 
-__all__ = ["figure_of", "report", "rows_of", "table_of"]
+__all__ = ["answers_field", "figure_of", "report", "rows_of", "summed_answers", "table_of"]
