@@ -15,10 +15,9 @@ from rich.progress import track
 
 from dspark_jax.calibration_identity import drafter_fingerprint
 from dspark_jax.data import DOMAINS, load_token_sequences
-from dspark_jax.evaluate import read_texts
 from dspark_jax.weights import SURVIVAL_FILE, load_drafter, load_target
 from experiments.release_drafter import calibrate, say_choices, stored_survival
-from experiments.release_readings import CARD_POOL, TEMPERATURE_CLASS, Cells, cell_rows, one_by_one
+from experiments.release_readings import TEMPERATURE_CLASS, Cells, cell_rows, read_rows, require_halves
 from experiments.result_files import write_json
 
 
@@ -39,8 +38,7 @@ class CalibrateDrafter:
     texts_per_cell: int = 24
 
     def __post_init__(self) -> None:
-        if not 2 <= self.texts_per_cell <= CARD_POOL or self.texts_per_cell % 2:
-            raise ValueError(f"texts_per_cell is {self.texts_per_cell}; allowed are even numbers from 2 to {CARD_POOL}")
+        require_halves(self.texts_per_cell)
 
 
 def calibrate_drafter(options: CalibrateDrafter, console: Console | None = None) -> dict[str, Any]:
@@ -61,8 +59,7 @@ def calibrate_drafter(options: CalibrateDrafter, console: Console | None = None)
             rows = rows[: len(rows) // 2 * 2]
             if not len(rows):
                 continue
-            models = (target, loaded.drafter, target_params, loaded.params)
-            readings = read_texts(*models, one_by_one(sequences, rows), loaded.draft_ids)
+            readings = read_rows(target, target_params, loaded, sequences, rows)
             about = f"{name}, temperature {temperature}"
             cells[domain, temperature] = list(track(readings, about, total=len(rows), console=console))
     temperatures = [temperature for temperature in TEMPERATURE_CLASS if any(at == temperature for _, at in cells)]

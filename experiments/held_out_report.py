@@ -20,7 +20,7 @@ from rich.progress import Progress
 
 from dspark_jax.calibration_identity import drafter_fingerprint
 from dspark_jax.data import DOMAINS, TokenSequences, load_token_sequences
-from dspark_jax.evaluate import TextReading, read_texts
+from dspark_jax.evaluate import TextReading
 from dspark_jax.weights import LoadedDrafter, load_drafter, load_target
 from experiments.benchmark_decode import labelled
 from experiments.bootstrap import Figure, mean_of, ratio_of_sums
@@ -28,7 +28,7 @@ from experiments.command_line import run_command
 from experiments.presets import SMOLLM2_TEXTS
 from experiments.profile_steps import device_text
 from experiments.record_lines import append_record, key_of, read_records
-from experiments.release_readings import CARD_POOL, WALKS, cell_rows, one_by_one, walk_answer
+from experiments.release_readings import CARD_POOL, WALKS, cell_rows, read_rows, walk_answer
 from experiments.result_files import write_csv
 from experiments.result_tables import TextTable, columns, with_interval, write_marked
 from experiments.sweep import commit_id
@@ -93,8 +93,7 @@ def read_drafter(
             keys = {int(row): key_of({**asked, "row": int(row)}) for row in rows}
             yield from ({**there[key], "drafter": label} for key in keys.values() if key in there)
             missing = np.asarray([row for row in rows if keys[int(row)] not in there], np.int64)
-            batches = one_by_one(sequences, missing)
-            readings = read_texts(target, loaded.drafter, target_params, loaded.params, batches, draft_ids=loaded.draft_ids)
+            readings = read_rows(target, target_params, loaded, sequences, missing)
             for reading in progress.track(readings, total=len(missing), description=f"{label}, {name}, temperature {temperature}"):
                 about = {"drafter": label, "domain": name, "temperature": temperature, "row": reading.row, "draft_length": length}
                 where = {"device": device_text(), "commit": commit_id()}

@@ -38,7 +38,7 @@ from dspark_jax.sampling import Noise, Sampling
 from dspark_jax.weights import LoadedDrafter, load_drafter, load_target, save_drafter
 from experiments.calibration_report import write_report
 from experiments.release_card import model_card, plot_results
-from experiments.release_readings import CARD_POOL, CONTEXT, TEMPERATURE_CLASS, Cells, Readings
+from experiments.release_readings import CONTEXT, TEMPERATURE_CLASS, Cells, Readings, require_halves
 from experiments.result_files import write_json
 
 SHARED = Path("../shared/smollm2")
@@ -80,8 +80,7 @@ class ReleaseFiles:
     work: Path = Path("out/release")
 
     def __post_init__(self) -> None:
-        if not 2 <= self.texts_per_cell <= CARD_POOL or self.texts_per_cell % 2:
-            raise ValueError(f"texts_per_cell is {self.texts_per_cell}; allowed are even numbers from 2 to {CARD_POOL}")
+        require_halves(self.texts_per_cell)
 
     def open_readings(self, console: Console) -> Readings:
         """The readings on disk, with the models that make those that are missing.

@@ -60,6 +60,22 @@ def one_by_one(sequences: TokenSequences, rows: np.ndarray) -> Iterator[TokenBat
             return
 
 
+def read_rows(target: Any, target_params: Any, loaded: LoadedDrafter, sequences: TokenSequences, rows: np.ndarray) -> Iterator[TextReading]:
+    """What a drafter says along the texts `rows`, one after another, from the ids that it drafts."""
+    batches = one_by_one(sequences, rows)
+    return read_texts(target, loaded.drafter, target_params, loaded.params, batches, draft_ids=loaded.draft_ids)
+
+
+def require_halves(texts_per_cell: int) -> None:
+    """Texts of a cell of which one half is fitted on and the other judged.
+
+    Raises:
+      ValueError: it is no even number from 2 to `CARD_POOL`.
+    """
+    if not 2 <= texts_per_cell <= CARD_POOL or texts_per_cell % 2:
+        raise ValueError(f"texts_per_cell is {texts_per_cell}; allowed are even numbers from 2 to {CARD_POOL}")
+
+
 def walk_answer(reading: TextReading, temperature: int, draft_length: int, first_tokens: int | None) -> WalkTotals:
     """The rounds of all `WALKS` along one answer, or along its first tokens."""
     rules = [WalkRule(temperature, draft_length, first_tokens=first_tokens, seed=seed) for seed in range(WALKS[temperature])]

@@ -15,13 +15,13 @@ import numpy as np
 from dspark_jax.calibrate import ConstantSurvival
 from dspark_jax.data import DOMAINS, TokenSequences
 from dspark_jax.decode import VERIFIERS, DecodeParams, DecodePlan
-from dspark_jax.evaluate import WalkTotals, read_texts
+from dspark_jax.evaluate import WalkTotals
 from dspark_jax.schedule import FixedLength
 from dspark_jax.weights import LoadedDrafter, load_drafter, load_target
 from experiments.bootstrap import Figure, mean_of, ratio_of_sums
 from experiments.held_out import KINDS, TEMPERATURES
 from experiments.record_lines import key_of
-from experiments.release_readings import cell_rows, one_by_one, walk_answer
+from experiments.release_readings import cell_rows, read_rows, walk_answer
 from experiments.sweep import CellStopped, described
 from experiments.train_drafter import TrainRun, train
 from experiments.training_log import read_lines
@@ -111,8 +111,7 @@ def walked(cell: SmolLM2Cell, target: Any, target_params: Any, loaded: LoadedDra
         everything: list[WalkTotals] = []
         for domain in cell.run.domains:
             rows = cell_rows(texts, DOMAINS.index(domain), int(temperature))[: cell.texts_per_cell]
-            models = (target, loaded.drafter, target_params, loaded.params)
-            readings = list(read_texts(*models, one_by_one(texts, rows), loaded.draft_ids))
+            readings = list(read_rows(target, target_params, loaded, texts, rows))
             totals = [walk_answer(reading, int(temperature), length, cell.first_tokens) for reading in readings]
             emitted, rounds = ([float(getattr(total, what)) for total in totals] for what in ("emitted", "rounds"))
             by_domain[domain] = ratio_of_sums(emitted, rounds, f"{domain} {name}")

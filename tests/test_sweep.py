@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from experiments import ablations
 from experiments import sweep as sweeps
 from experiments.ablations import find_sweep, named_sweeps
 from experiments.smollm2_cells import training_folder
 from experiments.sweep import Cell, CellStopped, Sweep, described, finished_cells, grid, parse_only, parse_shard, run_sweep, shard_of
-from experiments.sweep_report import report, rows_of
+from experiments.sweep_report import figure_of, report, rows_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,6 +262,15 @@ def test_named_sweeps_are_at_three_scales_and_every_cell_of_them_can_be_built():
     assert {"toy_texts", "toy_budget"} <= names
     with pytest.raises(ValueError, match=r"sweep is 'nothing'; known: small_chains, small_decay, .*toy_vocabulary$"):
         find_sweep("nothing")
+
+
+def test_a_toy_cell_keeps_what_was_emitted_for_every_prompt(monkeypatch, tmp_path):
+    measured = {"accepted_length": {"value": 1.5, "low": 1.4, "high": 1.6}, "emitted": [3, 6], "rounds": [2, 4]}
+    monkeypatch.setattr(ablations, "run_toy_cell", lambda cell, work: {"temperatures": {"0": measured, "1": measured}})
+    found = find_sweep("toy_depth").run(find_sweep("toy_depth").cells[0].config, tmp_path)
+    assert found["accepted_length_greedy"] == 1.5 and found["answers_sampled"] == {"prompts": [[0, 3, 2], [1, 6, 4]]}
+    figure = figure_of([found, found], "accepted_length_sampled")
+    assert figure is not None and (figure.value, figure.units) == (1.5, 2)
 
 
 def test_cells_that_ask_for_one_training_share_it(tmp_path):
