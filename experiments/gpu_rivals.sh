@@ -6,7 +6,7 @@
 #   bash experiments/gpu_rivals.sh [folder of the results] [fields as for --set]     # default: experiments/results/gpu_rivals
 #   DATA=out/carried STEPS=2773 bash experiments/gpu_rivals.sh out/rivals     # other texts, the whole schedule
 #
-# DATA holds smollm2_onpolicy_*.npz and frequent_ids.npy. The first seed of all drafters is trained first, so that a run that is cut short
+# DATA holds smollm2_onpolicy_*.npz. The first seed of all drafters is trained first, so that a run that is cut short
 # has them; the same command goes on with what is missing. Trained drafters stay in out/gpu_rivals.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

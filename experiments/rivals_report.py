@@ -1,7 +1,7 @@
 """Drafters that a sweep trained on SmolLM2 at equal budgets: budgets, accepted length by domain, and ratios answer by answer.
 
     python -m experiments.rivals_report --records out/sweeps --to out/rivals      # a second
-    python -m experiments.rivals_report --page experiments/results/results.md     # of the committed records
+    python -m experiments.rivals_report --page experiments/results/rivals.md      # of the committed records
 
 All cells of a sweep walk along the same held-out answers, so that the ratio of two of them has an interval over these answers. With
 several seeds an answer counts with what all seeds emitted on it: intervals are of answers, not of seeds. Any sweep of
@@ -118,7 +118,7 @@ def result_rows(readings: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[st
 
 
 def report(options: RivalsOptions, console: Console) -> list[dict[str, Any]]:
-    """Print the tables, and write the CSV file and the page; the rows of the former.
+    """Print the tables, and write the CSV files and the page; the rows of the first file.
 
     Raises:
       ValueError: the sweep is unknown or not on SmolLM2, no cell of it is finished, or the page has not its markers.
